@@ -1,0 +1,190 @@
+"""What differs between machines: device, process group, dtype, compiler, peak speed, and a record of it all."""
+
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from config import ConfigError, RuntimeConfig
+
+RECORDED = ("NEURON_", "XLA_", "TORCH_", "TORCHINDUCTOR_", "NKI_", "CUDA_VISIBLE", "OMP_", "MKL_", "KMP_", "PYTORCH_")
+PACKAGES = ("torch", "numpy", "tiktoken", "tokenizers", "datasets", "pyarrow", "torch-neuronx", "neuronx-cc", "nki")
+
+
+@dataclass
+class Runtime:
+    device: torch.device
+    dtype: torch.dtype  # of activations
+    backend: str  # for torch.compile, "" where nothing is compiled
+    rank: int
+    world: int
+    local_rank: int
+
+
+def ranks():
+    """(rank, world, local rank) that torchrun gave this process; (0, 1, 0) without it."""
+    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} <= os.environ.keys():
+        return 0, 1, 0
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+
+
+def start(cfg: RuntimeConfig) -> Runtime:
+    """Choose the device, set threads, join the process group. Raises ConfigError where the device is missing."""
+    rank, world, local_rank = ranks()
+    kind = cfg.device if cfg.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError('runtime.device = "cuda": no CUDA device found here, only the CPU; use "cpu" or "auto"')
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if world > 1 else 1
+    if kind == "cuda" and local_world > torch.cuda.device_count():
+        raise ConfigError(f"{local_world} ranks but {torch.cuda.device_count()} CUDA devices; start one rank for each")
+    device = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(cfg.threads or max(1, cpu_count() // local_world))
+    if world > 1:
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": fast_dtype(kind)}[cfg.dtype]
+    return Runtime(device, dtype, compile_backend(cfg.compile, kind), rank, world, local_rank)
+
+
+def cpu_count():
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def fast_dtype(kind):
+    """bfloat16 where the device multiplies it faster than float32, else float32."""
+    if kind == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    return torch.bfloat16 if "avx512_bf16" in flags or "amx_bf16" in flags else torch.float32
+
+
+def compile_backend(choice, kind):
+    """torch.compile's backend, or "". "auto" compiles where the compiler that inductor calls is there."""
+    compiler = kind == "cuda" or any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++"))
+    if choice == "on" and not compiler:
+        raise ConfigError('runtime.compile = "on": no C++ compiler found (g++ or clang++); install one or use "off"')
+    return "inductor" if choice == "on" or (choice == "auto" and compiler) else ""
+
+
+def synchronize(device):
+    """Wait until the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def agree(numbers, world):
+    """The largest of each of these ints over all ranks, the same on every rank. One collective call, no device."""
+    if world == 1:
+        return list(numbers)
+    t = torch.tensor(numbers, dtype=torch.int32)
+    dist.all_reduce(t, op=dist.ReduceOp.MAX, group=control_group())
+    return t.tolist()
+
+
+@cache
+def control_group():
+    """A gloo group for what the hosts decide together, so that no device is waited for."""
+    return dist.new_group(backend="gloo")
+
+
+def rank0_first(world, rank, f):
+    """Call f on rank 0, then on the others, which find what it cached. An error of rank 0 is raised everywhere."""
+    if rank == 0:
+        try:
+            result = f()
+        except BaseException:
+            agree((1,), world)
+            raise
+        agree((0,), world)
+        return result
+    if agree((0,), world)[0]:
+        sys.exit(2)  # rank 0 says why
+    return f()
+
+
+def peak_flops(device, dtype, n=2048, seconds=0.5):
+    """Multiply-adds x 2 a second of an n x n matrix product, the best of what fits into `seconds`: the measured
+    peak that MFU is stated against. Ranks on one CPU measure together, so it is the share of each."""
+    a = torch.randn(n, n, device=device).to(dtype)
+    b = torch.randn(n, n, device=device).to(dtype)
+    best, end = float("inf"), time.perf_counter() + seconds
+    a @ b
+    while time.perf_counter() < end:
+        synchronize(device)
+        t = time.perf_counter()
+        a @ b
+        synchronize(device)
+        best = min(best, time.perf_counter() - t)
+    return 2 * n**3 / best
+
+
+def peak_memory(device):
+    """Largest memory in use so far, bytes: of the device, on a CPU of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def environment(runtime: Runtime):
+    """All that may explain a difference between two runs: commit, versions, variables, machine. JSON-able."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    root = Path(__file__).parent
+
+    def git(*args):
+        try:
+            return subprocess.run(
+                ("git", "-C", str(root), *args), capture_output=True, text=True, timeout=10, check=True
+            ).stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            return None
+
+    commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain")
+    return {
+        "git_commit": commit,
+        "git_dirty": None if changes is None else bool(changes),
+        "git_diff": git("diff", "HEAD") if changes else "",
+        "argv": sys.argv,
+        "python": platform.python_version(),
+        "packages": versions,
+        "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(RECORDED)},
+        "machine": {
+            "platform": platform.platform(),
+            "host": platform.node(),
+            "cpu": cpu_name(),
+            "cores": cpu_count(),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        },
+        "device": str(runtime.device) if runtime.device.type == "cpu" else torch.cuda.get_device_name(runtime.device),
+        "dtype": str(runtime.dtype).removeprefix("torch."),
+        "compile": runtime.backend or "off",
+        "ranks": runtime.world,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def cpu_name():
+    """Model name of the CPU where the system tells it."""
+    if Path("/proc/cpuinfo").exists():
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,356 @@
+"""Train a GPT from scratch under a wall-clock budget and score it.
+
+    python train.py --config configs/cpu.toml [--set model.depth=6 ...]
+    torchrun --standalone --nproc_per_node=8 train.py --config configs/trn2.toml
+
+Read `main` from top to bottom: settings, device, data, model, start-up, the loop, the final checkpoint, the
+scores. The budget counts seconds of training steps, data waits and checkpoints; see clock.py.
+"""
+
+import argparse
+import json
+import math
+import shutil
+import signal
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+
+STARTED = time.monotonic()  # start-up counts from here, the imports below included
+
+import torch
+import torch.distributed as dist
+from data.loader import Loader, tokenize_split, val_stream
+from data.tokenizer import load_tokenizer
+from eval.bpb import evaluate_bpb, packed_val_batches, val_bpb
+from eval.icl import icl_scores
+from tqdm import tqdm
+
+import checkpoint
+import clock as schedule
+import runtime
+from clock import BudgetClock
+from config import ConfigError, check_config, config_to_toml, describe_keys, load_config
+from data.corpus import DataError, open_corpus
+from model import GPT
+from optim import MuonAdamW
+
+GO, BUDGET, SIGNAL, BAD_LOSS = range(4)  # why to stop; where ranks differ, the largest counts
+SNAPSHOT_SECONDS = 15.0  # charged seconds between two copies of the weights, kept in case the loss explodes
+LINE_SECONDS = 5.0  # least time between two progress lines where the output is no terminal
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=describe_keys(), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--config", metavar="FILE", help="settings, a TOML file such as configs/cpu.toml")
+    source.add_argument("--resume", metavar="RUN", help="continue the run in this folder from its newest checkpoint")
+    parser.add_argument("--set", metavar="KEY=VALUE", nargs="+", action="extend", default=[], help="override a setting")
+    parser.add_argument("--overwrite", action="store_true", help="replace the run folder if it exists")
+    return parser.parse_args()
+
+
+def open_run(args, cfg, rank, world):
+    """Make the run folder on rank 0 and tell every rank its path. Raises ConfigError where it holds another run."""
+    choice = [cfg.run.dir or f"runs/{Path(args.config or args.resume).stem}-{datetime.now():%Y%m%d-%H%M%S}"]
+    if world > 1:
+        dist.broadcast_object_list(choice, src=0)
+    cfg.run.dir = choice[0]
+    run = Path(cfg.run.dir)
+    if args.resume:
+        return run
+
+    def make():
+        if run.exists() and (not run.is_dir() or any(run.iterdir())):
+            if not args.overwrite:
+                raise ConfigError(
+                    f'run.dir = "{run}" exists already; choose another, or use --overwrite or --resume {run}'
+                )
+            if not (run / "config.toml").exists():
+                raise ConfigError(f'run.dir = "{run}" is not a run folder (no config.toml in it): not overwritten')
+            shutil.rmtree(run)
+        try:
+            (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+            (run / "config.toml").write_text(config_to_toml(cfg))
+        except OSError as error:
+            raise ConfigError(f'run.dir = "{run}" can not be written: {error}') from error
+        return run
+
+    return runtime.rank0_first(world, rank, make) if rank == 0 else runtime.rank0_first(world, rank, lambda: run)
+
+
+def train_step(model, forward, optimizer, batches):
+    """Gradients of all micro-batches, one update. Returns the mean loss of this rank, a tensor on the device."""
+    loss_sum, reads = 0.0, []
+    for x, y in batches:
+        if model.cfg.ngram_orders:  # gradient of the rows read, not of the whole table: see optim.ngram_update
+            ids = model.ngram_ids(x)
+            rows = torch.nn.functional.embedding(ids, model.ngram).detach().requires_grad_()
+            loss = forward(x, y, ngram_rows=rows) / len(batches)
+            loss.backward()
+            reads.append((ids.flatten(), rows.grad.flatten(0, -2)))
+        else:
+            loss = forward(x, y) / len(batches)
+            loss.backward()
+        loss_sum = loss_sum + loss.detach()
+    optimizer.step(reads)
+    model.zero_grad(set_to_none=True)
+    return loss_sum
+
+
+def mean_over_ranks(loss, world):
+    """The loss as a Python float, averaged over the ranks: waits for the device."""
+    if world > 1:
+        loss = loss.clone()
+        dist.all_reduce(loss)
+    return float(loss) / world
+
+
+def evaluate(cfg, rt, model, splits, tokenizer, stream):
+    """All scores of the model as {name: number}. Every rank takes part and gets the same."""
+    token_bytes = torch.from_numpy(tokenizer.token_bytes).to(rt.device)
+    where = dict(rank=rt.rank, world=rt.world, device=rt.device)
+    score = val_bpb(
+        model, stream, cfg.model.seq_len, tokenizer.token_bytes, cfg.eval.batch_rows,
+        max_tokens=cfg.eval.tokens, max_seconds=cfg.eval.max_seconds, **where,
+    )  # fmt: skip
+    out = {"val_bpb": score["bpb"], "val_tokens": score["tokens"], "val_complete": score["complete"]}
+    if cfg.eval.packed:
+        batches = packed_val_batches(splits["val"], cfg.model.seq_len, cfg.eval.batch_rows, tokenizer.bos_id, **where)
+        out["val_bpb_packed"] = evaluate_bpb(model, batches, len(batches), token_bytes)
+    if cfg.eval.icl:
+        out |= icl_scores(
+            model, stream, cfg.model.seq_len, tokenizer.vocab_size, tokenizer.bos_id, cfg.eval.batch_rows, **where
+        )
+    return out
+
+
+def snapshot(step, tokens, model, optimizer, loader, charged=0.0):
+    """A copy in memory of all that training changes."""
+    tensors = {name: t.detach().clone() for name, t in (model.state_dict() | optimizer.own_state()).items()}
+    return {"step": step, "tokens": tokens, "loader": loader.state(), "charged": charged, "t": optimizer.t} | tensors
+
+
+def restore(copy, model, optimizer, loader):
+    """Go back to a snapshot. Returns its (step, tokens)."""
+    with torch.no_grad():
+        for name, t in (model.state_dict() | optimizer.own_state()).items():
+            t.copy_(copy[name])
+    optimizer.t = copy["t"]
+    loader.restore(copy["loader"])
+    return copy["step"], copy["tokens"]
+
+
+def measure_save(run, save):
+    """Seconds to keep for the final checkpoint: somewhat more than the worse of two trials, which are deleted."""
+    worst = 0.0
+    for _ in range(2):
+        began = time.monotonic()
+        save("trial")
+        worst = max(worst, time.monotonic() - began)
+    shutil.rmtree(run / "checkpoints" / "trial", ignore_errors=True)
+    return 1.25 * worst + 0.01
+
+
+def main():
+    args = parse_args()
+    run_dir = Path(args.resume) if args.resume else None
+    cfg = load_config(str(run_dir / "config.toml") if run_dir else args.config, args.set)
+    if run_dir:
+        cfg.run.dir = str(run_dir)
+    rank, world, _ = runtime.ranks()
+    check_config(cfg, world)
+    resume = None
+    if run_dir and (resume := checkpoint.newest(run_dir)) is None:
+        raise ConfigError(f"--resume {run_dir}: no checkpoint in {run_dir / 'checkpoints'}")
+
+    rt = runtime.start(cfg.runtime)
+    run = open_run(args, cfg, rank, world)
+    say = print if rank == 0 else lambda *_, **__: None
+
+    # data: rank 0 downloads, trains the tokenizer and tokenises; the others then find it in the cache
+    def prepare():
+        corpus = open_corpus(cfg.data.path, cfg.data.cache_dir, cfg.data.shards)
+        tokenizer = load_tokenizer(corpus, cfg.data.vocab_size, cfg.data.cache_dir)
+        return tokenizer, {s: tokenize_split(corpus, s, tokenizer, cfg.data.cache_dir) for s in ("train", "val")}
+
+    tokenizer, splits = runtime.rank0_first(world, rank, prepare)
+    stream = val_stream(splits["val"], tokenizer.bos_id)
+    T = cfg.model.seq_len
+    if len(stream) <= T:
+        raise DataError(f"validation split has {len(stream)} tokens, less than a row of model.seq_len = {T}")
+    rank_rows = cfg.train.batch_tokens // (world * T)
+    micro_rows = cfg.train.micro_rows or rank_rows
+    loader = Loader(
+        splits["train"], T, micro_rows, cfg.data.rows, tokenizer.bos_id, cfg.run.seed, cfg.data.pool_rows, rank, world
+    )
+
+    torch.manual_seed(cfg.run.seed)
+    model = GPT(cfg.model, tokenizer.vocab_size, rt.dtype, cfg.run.seed).to(rt.device)
+    forward = torch.compile(model, backend=rt.backend, dynamic=False) if rt.backend else model
+    optimizer = MuonAdamW(model, cfg.optim, rank, world, rt.dtype, rt.backend)
+
+    step, tokens, startup_tokens, earlier = 0, 0, 0, None
+    if resume:
+        weights, optim_state, state = checkpoint.load(resume)
+        if state["tokenizer"] != tokenizer.checksum:
+            raise DataError(f"{resume} was trained with another tokenizer: is data.path or data.vocab_size changed?")
+        model.load_state_dict(weights, strict=True)
+        optimizer.load_state_dict(optim_state)
+        loader.restore(state["loader"])
+        step, tokens, earlier = state["step"], state["tokens"], state["phases"]
+        startup_tokens = tokens
+    clock = BudgetClock(cfg.budget.seconds, cfg.budget.startup_allowance, started=STARTED, earlier=earlier)
+    first_step, last_startup = step, step + cfg.budget.startup_steps
+
+    peak = runtime.peak_flops(rt.device, rt.dtype)
+    counts, flops = model.parameter_counts(), model.flops_per_token()
+    environment = runtime.environment(rt) | {"peak_flops": peak, "tokenizer": tokenizer.checksum}
+    if rank == 0:
+        (run / "environment.json").write_text(json.dumps(environment, indent=2))
+    say(f"device {rt.device}, {world} rank(s), {environment['dtype']}, compile {environment['compile']}, "
+        f"{peak / 1e9:.0f} GFLOPS measured peak a rank")  # fmt: skip
+    say("parameters " + ", ".join(f"{name} {n:,}" for name, n in counts.items()) + f"; {flops / 1e6:.1f} MFLOP a token")
+    say(f"batch {cfg.train.batch_tokens:,} tokens = {world} x {rank_rows // micro_rows} x {micro_rows} rows of {T}; "
+        f"run folder {run}")  # fmt: skip
+
+    def save(name):
+        state = {
+            "step": step, "tokens": tokens, "tokenizer": tokenizer.checksum, "config": config_to_toml(cfg),
+            "loader": loader.state(), "phases": clock.phases(), "git_commit": environment["git_commit"],
+        }  # fmt: skip
+        optim_state = optimizer.state_dict()  # collective: every rank takes part
+        if rank == 0:
+            checkpoint.save(run / "checkpoints" / name, model.state_dict(), optim_state, state)
+
+    signals = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda n, _: signals.append(n))
+
+    by_steps = cfg.budget.steps > 0
+    reserve, next_eval, printed, scores = 0.0, cfg.eval.every, -math.inf, {}
+    logged_tokens, logged_charged = tokens, clock.charged()
+    good = candidate = snapshot(step, tokens, model, optimizer, loader)
+    log = open(run / "log.jsonl", "a", buffering=1) if rank == 0 else None  # noqa: SIM115
+    bar = tqdm(
+        total=cfg.budget.steps if by_steps else cfg.budget.seconds, dynamic_ncols=True,
+        disable=rank > 0 or not sys.stderr.isatty(), bar_format="{percentage:3.0f}%|{bar}| {desc}",
+    )  # fmt: skip
+    while True:
+        charged_step = step >= last_startup
+        if step == last_startup and not by_steps:  # start-up ends: learn, before the clock runs, what saving costs
+            reserve = measure_save(run, save)
+
+        # does another step fit?
+        began = clock.charged()
+        clock.enter("data" if charged_step else "startup")
+        progress = step / cfg.budget.steps if by_steps else clock.progress()
+        share = schedule.batch_share(progress, cfg.train.batch_warmup)
+        spent = step >= cfg.budget.steps if by_steps else not clock.fits(reserve)
+        wants_eval = cfg.eval.every > 0 and clock.charged() >= next_eval
+        stop, wants_eval = runtime.agree((SIGNAL if signals else BUDGET if spent else GO, int(wants_eval)), world)
+        if stop != GO:
+            break
+        if wants_eval:
+            clock.enter("eval")
+            scores = evaluate(cfg, rt, model, splits, tokenizer, stream)
+            if rank == 0:
+                record = {"step": step, "charged_seconds": clock.charged(), "tokens": tokens} | scores
+                log.write(json.dumps(record) + "\n")
+                tqdm.write(f"step {step} | " + " | ".join(f"{k} {v:.4f}" for k, v in scores.items()))
+            next_eval = clock.charged() + cfg.eval.every
+            clock.enter("data" if charged_step else "startup")
+
+        # one step
+        batches = [(x.to(rt.device), y.to(rt.device)) for x, y in loader.next(round(share * rank_rows / micro_rows))]
+        clock.enter("step" if charged_step else "startup")
+        t, o = cfg.train, cfg.optim
+        lr_scale = schedule.learning_rate(step, progress, t.warmup_steps, t.cooldown, t.final_lr)
+        momentum = schedule.muon_momentum(step, progress, o.momentum, o.momentum_steps, t.cooldown, o.momentum_final)
+        optimizer.set_hyper(lr_scale, momentum, 1.0 - progress)
+        loss = train_step(model, forward, optimizer, batches)
+        runtime.synchronize(rt.device)
+        step, step_tokens = step + 1, len(batches) * micro_rows * T * world
+        tokens += step_tokens
+        if charged_step:
+            clock.step_done(clock.charged() - began)
+        else:
+            startup_tokens = tokens
+
+        # now and then: look at the loss, write a line, keep a copy of weights that are known to be sound
+        if step % cfg.run.log_every == 0 or step == first_step + 1:
+            loss = mean_over_ranks(loss, world)
+            if not loss <= cfg.train.max_loss:  # NaN too
+                stop, bad_step = BAD_LOSS, step
+                break
+            charged = clock.charged()
+            rate = (tokens - logged_tokens) / (charged - logged_charged) if charged > logged_charged else 0.0
+            logged_tokens, logged_charged = tokens, charged
+            record = {
+                "step": step, "loss": loss, "charged_seconds": charged, "total_seconds": clock.total(),
+                "tokens": tokens, "tokens_per_second": rate, "mfu": rate * flops / (peak * world),
+                "epoch": loader.epoch, "lr_scale": lr_scale, "momentum": momentum, "batch_tokens": step_tokens,
+            }  # fmt: skip
+            if rank == 0:
+                log.write(json.dumps(record) + "\n")
+                left = (
+                    f"step {step} of {cfg.budget.steps}" if by_steps else f"{cfg.budget.seconds - charged:.0f} s left"
+                )
+                line = (f"step {step} | loss {loss:.4f} | {rate:,.0f} tok/s | mfu {record['mfu']:.1%} | "
+                        f"epoch {loader.epoch:.2f} | {left}")  # fmt: skip
+                bar.n = min(bar.total, step if by_steps else charged)
+                bar.set_description_str(line)
+                if bar.disable and clock.total() - printed >= LINE_SECONDS:
+                    printed = clock.total()
+                    print(line, flush=True)
+            if charged - good["charged"] >= SNAPSHOT_SECONDS:
+                good, candidate = candidate, snapshot(step, tokens, model, optimizer, loader, charged)
+
+    bar.close()
+
+    # the run is over: the final checkpoint is charged, the scores are not
+    if stop == BAD_LOSS:
+        step, tokens = restore(good, model, optimizer, loader)
+        say(f"error: loss {loss:.4g} at step {bad_step} is above train.max_loss = {cfg.train.max_loss} or not a number; "
+            f"the state of step {step} is in {run}/checkpoints; lower the learning rates", file=sys.stderr)  # fmt: skip
+    status = {BUDGET: 0, SIGNAL: 128 + (signals or [signal.SIGTERM])[0], BAD_LOSS: 1}[stop]
+    clock.enter("checkpoint")
+    try:
+        save(f"step_{step:08d}")
+    except OSError as error:
+        status = status or 1
+        say(f"error: {error}", file=sys.stderr)
+    clock.enter("eval")
+    charged = clock.charged()
+    if stop == BUDGET:
+        scores = evaluate(cfg, rt, model, splits, tokenizer, stream)
+    loader.close()
+    phases = clock.phases()
+    steady = phases["data"] + phases["step"]
+    rate = (tokens - startup_tokens) / steady if steady else 0.0
+    summary = scores | {
+        "charged_seconds": charged, "budget_seconds": cfg.budget.seconds, "total_seconds": clock.total(),
+        "startup_seconds": phases["startup"], "eval_seconds": phases["eval"], "steps": step, "tokens": tokens,
+        "epochs": loader.epoch, "tokens_per_second": rate, "mfu": rate * flops / (peak * world),
+        "parameters": counts["total"], "peak_memory_mb": runtime.peak_memory(rt.device) / 2**20, "run": str(run),
+    }  # fmt: skip
+    if rank == 0:
+        (run / "summary.json").write_text(json.dumps(summary | {"phases": phases, "status": status}, indent=2))
+        print("---")
+        for key, value in summary.items():
+            print(f"{key}: {value:.6f}" if isinstance(value, float) else f"{key}: {value}")
+    if world > 1:
+        dist.destroy_process_group()
+    return status
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (ConfigError, DataError) as error:
+        if runtime.ranks()[0] == 0:
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
