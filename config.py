@@ -52,7 +52,7 @@ class ModelConfig:
     mlp_ratio: float = 4.0  # hidden width of the MLP over the residual width
     window_pattern: str = "L"  # per layer, tiled: L = whole row, S = window; the last layer is always L
     window: int = 256  # keys a query sees in an S layer, itself included
-    rope_base: float = 100000.0
+    rope_base: float = 100000.0  # of the rotary embedding: its frequencies fall from 1 to about 1 / rope_base
     qk_gain: float = 1.2  # on each of q and k after their norm: sharper attention at start
     softcap: float = 15.0  # logits = softcap * tanh(logits / softcap)
     value_embeds: bool = True  # a token -> value table on every second layer, the last included
@@ -109,6 +109,7 @@ class EvalConfig:
     tokens: int = 0  # validation tokens to score; 0 means the whole split
     batch_rows: int = 8  # rows of one evaluation batch on one rank
     max_seconds: float = 600.0  # an evaluation stops here and says how much it did
+    packed: bool = True  # also score rows packed from BOS, as nanochat lays them out
     icl: bool = True  # in-context-learning scores
 
 
@@ -119,7 +120,7 @@ class KernelsConfig:
 
 @dataclass
 class RuntimeConfig:
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is a device, else the CPU
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of activations; weights stay float32
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto turns it off where no C++ compiler is found
     threads: int = 0  # CPU threads of each rank; 0 means cores / ranks
@@ -199,11 +200,11 @@ def load_config(path: str, sets: list[str]) -> Config:
     VALUE is TOML; a bare word is a string. Types and single values are checked here, combinations in
     `check_config`, which needs the number of ranks. Raises ConfigError.
     """
-    config = Config()
-    for section, table in _read_file(path).items():
-        _section(config, section, table, f"{path}: ")  # also refuses a key outside the sections
+    config, where = Config(), f"{_line(path, 200) or _show(path)}: "
+    for section, table in _read_file(path, where).items():
+        _check_section(section, table, where)
         for key, value in table.items():
-            _assign(config, f"{section}.{key}", value, f"{path}: ")
+            _assign(config, f"{section}.{key}", value, where)
     for item in sets:
         key, equals, text = (part.strip() for part in item.partition("="))
         if not (key and equals):
@@ -327,26 +328,25 @@ def _get(config: Config, key: str) -> Any:
     return getattr(getattr(config, section), name)
 
 
-def _read_file(path: str) -> dict[str, Any]:
+def _read_file(path: str, where: str) -> dict[str, Any]:
     """The TOML document at `path`."""
-    shown = path if path.isprintable() and 0 < len(path) <= 200 else _show(path)
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")  # editors on Windows may put a mark in front
     except FileNotFoundError:
-        raise ConfigError(f"{shown}: no such file; {_nearest_file(path)}") from None
+        raise ConfigError(f"{where}no such file; {_nearest_file(path)}") from None
     except IsADirectoryError:
-        raise ConfigError(f"{shown}: is a folder, not a file; {_nearest_file(path)}") from None
+        raise ConfigError(f"{where}is a folder, not a file; {_nearest_file(path)}") from None
     except UnicodeDecodeError as e:
         line = e.object[: e.start].count(b"\n") + 1
-        raise ConfigError(f"{shown}: is not UTF-8 text (line {line}); {_nearest_file(path)}") from None
+        raise ConfigError(f"{where}is not UTF-8 text (line {line}); {_nearest_file(path)}") from None
     except (OSError, ValueError) as e:  # ValueError: a NUL in the name
         reason = getattr(e, "strerror", None) or e
-        raise ConfigError(f"{shown}: cannot be read ({reason}); {_nearest_file(path)}") from None
+        raise ConfigError(f"{where}cannot be read ({reason}); {_nearest_file(path)}") from None
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as e:
-        problem = " ".join(str(e).split()).replace("end of document", f"line {text.count(chr(10)) + 1}, the end")
-        raise ConfigError(f"{shown}: is not valid TOML: {problem}") from None
+        problem = _line(str(e), 200).replace("end of document", f"line {text.count(chr(10)) + 1}, the end")
+        raise ConfigError(f"{where}is not valid TOML: {problem}") from None
 
 
 def _nearest_file(path: str) -> str:
@@ -366,24 +366,22 @@ def _parse_value(key: str, text: str) -> Any:
     except (ValueError, RecursionError):
         pass
     if text[:1] in ('"', "'", "[", "{"):  # meant as TOML
-        raise ConfigError(f"--set {key} = {_show(text)}: is not valid TOML; check its quotes and brackets")
+        raise ConfigError(f"--set {_line(key)} = {_show(text)}: is not valid TOML; check its quotes and brackets")
     return text
 
 
-def _section(config: Config, name: str, table: Any, where: str) -> Any:
-    """The dataclass of a section; `table` is what stands there in the file."""
-    sections = [f.name for f in fields(config)]
+def _check_section(name: str, table: Any, where: str) -> None:
+    """Raise ConfigError unless the top-level entry `name` of a file is a section, and written as one."""
+    sections = [f.name for f in fields(Config)]
     if not isinstance(table, dict):
-        if name in sections:
-            _fail(where, name, table, "is a section, not a key", f"[{name}]")
-        _fail(where, name, table, "stands outside the sections", _closest_key(name))
+        nearest = f"[{name}]" if name in sections else _closest_key(name)
+        _fail(where, name, table, "is not in a section" if name not in sections else "must be a section", nearest)
     if name not in sections:
-        key = next(iter(table), None)
-        if key is None:
-            raise ConfigError(f"{where}[{name}]: no such section; nearest is [{_closest_name(name, sections)}]")
-        problem = f"no section [{name}]"
-        _fail(where, f"{name}.{key}", table[key], problem, f"[{_closest_name(name, sections)}]")
-    return getattr(config, name)
+        nearest = f"[{_closest_name(name, sections)}]"
+        if not table:
+            raise ConfigError(f"{where}[{_line(name)}]: no such section; nearest is {nearest}")
+        key, value = next(iter(table.items()))
+        _fail(where, f"{name}.{key}", value, f"no section [{_line(name)}]", nearest)
 
 
 def _assign(config: Config, key: str, value: Any, where: str) -> None:
@@ -474,7 +472,7 @@ def _closest(n: int, choices: list[int]) -> int:
 def _closest_name(name: str, choices: Any) -> str:
     """The choice most like `name`; "" if there is none to choose from."""
     lower = {c.lower(): c for c in choices}
-    matches = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.0)
+    matches = difflib.get_close_matches(name.lower()[:80], lower, n=1, cutoff=0.0)
     return lower[matches[0]] if matches else ""
 
 
@@ -510,11 +508,15 @@ def _show(value: Any) -> str:
         text = str(value) if not isinstance(value, (bool, int, float, str, list)) else _toml(value)
     except ValueError:  # Python prints no int of more than 4,300 digits
         text = "(a huge number)"
-    text = text if text.isprintable() else ascii(text)[1:-1]
-    return text if len(text) <= 80 else text[:77] + "..."
+    return _line(text)
+
+
+def _line(text: str, limit: int = 80) -> str:
+    """`text` cut to `limit` characters that print on one line."""
+    text = text[:limit] + ("..." if len(text) > limit else "")
+    return text if text.isprintable() else ascii(text)[1:-1]
 
 
 def _fail(where: str, key: str, value: Any, problem: str, nearest: str) -> NoReturn:
     """Raise the one-line error."""
-    key = key if key.isprintable() else ascii(key)[1:-1]
-    raise ConfigError(f"{where}{key} = {_show(value)}: {problem}; nearest is {nearest}")
+    raise ConfigError(f"{where}{_line(key)} = {_show(value)}: {problem}; nearest is {nearest}")
