@@ -30,9 +30,10 @@ from tqdm import tqdm
 EMBEDDED = Path(__file__).parent / "corpus"
 CLIMBMIX = "karpathy/climbmix-400b-shuffle"
 CLIMBMIX_FILES = 6543  # shard_00000.parquet ...; the last one is for validation
-TRIES = 5  # of a download, with waits of 1, 2, 4 and 8 seconds between
+TRIES = 3  # of a download, with waits of 2 and 4 seconds between; recent clients try again on their own, too
 BATCH_ROWS = 256  # documents read from a parquet file at a time
 REMEMBER_BYTES = 2**24  # checksums of files from this size on are remembered
+_DAMAGE = (pa.ArrowException, OSError, ValueError)  # what reading a damaged parquet file may raise
 
 
 class DataError(Exception):
@@ -90,16 +91,19 @@ def open_corpus(path: str, cache_dir: str | Path, shards: int = 5, log: Callable
     elif path == "climbmix":
         train, val = _fetch_climbmix(cache_dir / "climbmix", shards, log)
     else:
-        train, val = _split_folder(Path(path))
+        train, val = _split_folder(Path(path).expanduser())
     for file in train + val:
         check_file(file)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:  # hashing lets go of the GIL
         digests = list(threads.map(lambda file: file_sha256(file, cache_dir), train + val))
     train_digests, val_digests = digests[: len(train)], digests[len(train) :]
-    for file, digest in zip(val, val_digests, strict=True):
-        if digest in train_digests:
-            twin = train[train_digests.index(digest)]
-            raise DataError(f"{show(file)}: validation file with the content of training file {twin.name}; remove one")
+    twins = (set(train_digests) & set(val_digests)) - {hashlib.sha256(b"").hexdigest()}
+    if twins:
+        leaked = [file for file, digest in zip(val, val_digests, strict=True) if digest in twins]
+        problem = f"{show(leaked[0])}: validation file with the content of a training file"
+        if len(leaked) == len(val):
+            raise DataError(f"{problem}: the score would mean nothing; remove one of the two")
+        log(f"notice: {problem}, one of {len(leaked)} such files")
     whole = "\n".join(["train", *train_digests, "val", *val_digests])
     return Corpus(path, train, val, hashlib.sha256(whole.encode()).hexdigest())
 
@@ -222,7 +226,7 @@ def _split_folder(folder: Path) -> tuple[list[Path], list[Path]]:
     if not files:
         raise DataError(f"{show(folder)}: no .parquet or .txt file in it; check data.path")
     val = [f for f in files if "val" in f.name.lower()] or files[-1:]
-    train = [f for f in files if f not in val]
+    train = [f for f in files if "val" not in f.name.lower()] if val != files[-1:] else files[:-1]
     if not train:
         wanted = 'one without "val" in its name' if "val" in val[0].name.lower() else "a second one"
         raise DataError(f"{show(folder)}: nothing is left for training beside {val[0].name}; add {wanted}")
@@ -232,10 +236,10 @@ def _split_folder(folder: Path) -> tuple[list[Path], list[Path]]:
 def _open_parquet(file: Path) -> pq.ParquetFile:
     """The parquet file, after a look at its footer and its text column."""
     try:
-        parquet = pq.ParquetFile(file)
-    except (pa.ArrowException, OSError) as e:
+        parquet = pq.ParquetFile(file, page_checksum_verification=True)
+        schema = parquet.schema_arrow
+    except _DAMAGE as e:
         raise _parquet_error(file, e) from None
-    schema = parquet.schema_arrow
     if "text" not in schema.names:
         parquet.close()
         names = ", ".join(schema.names[:8]) or "none"
@@ -243,14 +247,10 @@ def _open_parquet(file: Path) -> pq.ParquetFile:
     kind = schema.field("text").type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    if not any(t(kind) for t in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, _is_bytes)):
+    if str(kind) not in ("string", "large_string", "string_view", "binary", "large_binary", "binary_view"):
         parquet.close()
         raise DataError(f"{show(file)}: column text holds {kind}, not strings; convert it")
     return parquet
-
-
-def _is_bytes(kind: pa.DataType) -> bool:
-    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
 def _parquet_error(file: Path, error: Exception) -> DataError:
@@ -287,7 +287,7 @@ def _raw_documents(file: Path) -> Iterator[bytes | None]:
                 if pa.types.is_dictionary(column.type):
                     column = column.dictionary_decode()
                 texts = column.cast(pa.large_binary()).to_pylist()  # bytes: arrow does not check strings
-            except (pa.ArrowException, OSError) as e:
+            except _DAMAGE as e:
                 raise _parquet_error(file, e) from None
             yield from texts
 
@@ -314,8 +314,8 @@ def _fetch_climbmix(folder: Path, shards: int, log: Callable[[str], None]) -> tu
         try:
             check_file(folder / name)
         except DataError as e:
-            if (folder / name).exists():
-                log(f"notice: {e}: fetching it again")
+            if os.path.exists(folder / name):
+                log(f"notice: {str(e).rpartition('; ')[0]}; fetching it again")
                 with suppress(OSError):
                     (folder / name).unlink()
             missing.append(name)
@@ -329,9 +329,12 @@ def _fetch_climbmix(folder: Path, shards: int, log: Callable[[str], None]) -> tu
 def _download(folder: Path, name: str, log: Callable[[str], None]) -> None:
     """Fetch one shard; the Hub's client resumes a broken transfer and renames only a whole file."""
     import huggingface_hub  # slow to import, and needed by few runs
-    from huggingface_hub import errors
+    from huggingface_hub import constants, utils
 
-    hopeless = (errors.EntryNotFoundError, errors.RepositoryNotFoundError, errors.OfflineModeIsEnabled)
+    what, remedy = f"{name} of {CLIMBMIX}", 'set data.path to "embedded" or to a folder of your own'
+    if constants.HF_HUB_OFFLINE:
+        raise DataError(f"{what} cannot be fetched while HF_HUB_OFFLINE is set; unset it, or {remedy}")
+    hopeless = (utils.EntryNotFoundError, utils.RepositoryNotFoundError)
     local = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.ENOTDIR)
     for attempt in range(TRIES):
         try:
@@ -341,10 +344,12 @@ def _download(folder: Path, name: str, log: Callable[[str], None]) -> None:
             if isinstance(e, OSError) and e.errno in local:
                 raise io_error(e, folder / name, "write") from None
             # "not found here" (no network, no copy) is an EntryNotFoundError too, but worth another try
-            no_use = isinstance(e, hopeless) and not isinstance(e, errors.LocalEntryNotFoundError)
-            reason = f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else 'no reason given'}"
+            no_use = isinstance(e, hopeless) and not isinstance(e, utils.LocalEntryNotFoundError)
+            cause = e.__cause__ or e  # of "not found here" the cause says more
+            lines = str(cause).strip().splitlines() or ["no reason given"]
+            reason = f"{type(cause).__name__}: {lines[0][:200]}"
             if no_use or attempt == TRIES - 1:
-                remedy = 'check the network, or set data.path to "embedded" or to a folder of your own'
-                raise DataError(f"{name} of {CLIMBMIX} cannot be fetched ({reason}); {remedy}") from None
-            log(f"notice: {name}: {reason}; trying again in {2**attempt} s")
-            time.sleep(2**attempt)
+                raise DataError(f"{what} cannot be fetched ({reason}); check the network, or {remedy}") from None
+            wait = 2 ** (attempt + 1)
+            log(f"notice: {name}: {reason}; trying again in {wait} s")
+            time.sleep(wait)

@@ -19,6 +19,7 @@ rows, is all there is to save.
 import bisect
 import hashlib
 import json
+import os
 import queue
 import threading
 import time
@@ -66,11 +67,11 @@ def tokenize_split(
     key = hashlib.sha256(f"{SPLIT_FORMAT} {corpus.checksum} {split} {tokenizer.checksum}".encode()).hexdigest()
     base = Path(cache_dir) / f"{split}-{key[:16]}"
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
-    if base.with_suffix(".json").exists():
+    if os.path.exists(base.with_suffix(".json")):
         try:
             return _load_split(base, split, key, dtype, log)
         except DataError as e:
-            log(f"notice: {e}: tokenising {split} again")
+            log(f"notice: {e}; tokenising {split} again")
     start = time.monotonic()
     files = corpus.files(split)
     tokens_file, offsets_file = base.with_suffix(".tokens"), base.with_suffix(".offsets")
@@ -244,24 +245,23 @@ def _packed_blocks(split: TokenSplit, T: int, bos_id: int, seed: int, pool_rows:
     documents, total = len(split.offsets) - 1, int(split.offsets[-1])
 
     @lru_cache(maxsize=2)
-    def epoch_documents(epoch: int) -> list[tuple[int, int]]:
-        """(length with BOS, first token) of the documents in the order of the epoch."""
-        order = _random(seed, 0, epoch).permutation(documents)
-        return list(zip((np.diff(split.offsets)[order] + 1).tolist(), split.offsets[order].tolist(), strict=True))
+    def epoch_order(epoch: int) -> np.ndarray:
+        return _random(seed, 0, epoch).permutation(documents)
 
     def block(start: dict) -> _Block:
         epoch, following, used = start["epoch"], start["next"], start["used"]
         buffer = [(length, first) for length, first in start["buffer"]]
-        queue_ = epoch_documents(epoch)
+        order = epoch_order(epoch)
         sizes, firsts, row_ends = array("q"), array("q"), array("q", [0])  # of pieces; row_ends counts pieces
         before = epoch + used / total
         while len(row_ends) - 1 < pool_rows and epoch == start["epoch"]:
             space = T + 1
             while space:
                 if not buffer and following == documents:
-                    epoch, following, used, queue_ = epoch + 1, 0, 0, epoch_documents(epoch + 1)
+                    epoch, following, used, order = epoch + 1, 0, 0, epoch_order(epoch + 1)
                 while len(buffer) < BUFFER and following < documents:
-                    bisect.insort(buffer, queue_[following])
+                    first, end = split.offsets[order[following]], split.offsets[order[following] + 1]
+                    bisect.insort(buffer, (int(end - first) + 1, int(first)))
                     following += 1
                 fits = bisect.bisect_left(buffer, (space + 1, -1))
                 length, first = buffer.pop(fits - 1)  # the longest that fits; if none, -1: the longest
@@ -273,12 +273,12 @@ def _packed_blocks(split: TokenSplit, T: int, bos_id: int, seed: int, pool_rows:
                 used += size - 1
                 space -= size
             row_ends.append(len(sizes))
-            if not buffer and following == documents:  # the epoch ends with the row
+            if not buffer and following == documents:  # the epoch ends where the row does
                 epoch, following, used = epoch + 1, 0, 0
         n = len(row_ends) - 1
         after = {"row": start["row"] + n, "epoch": epoch, "next": following, "used": used}
         after["buffer"] = [list(piece) for piece in buffer]
-        order = _random(seed, 1, start["row"]).permutation(n)
+        row_order = _random(seed, 1, start["row"]).permutation(n)
         ends_ = np.frombuffer(row_ends, dtype=np.int64)
         pieces = (np.frombuffer(sizes, dtype=np.int64), np.frombuffer(firsts, dtype=np.int64))
 
@@ -293,7 +293,7 @@ def _packed_blocks(split: TokenSplit, T: int, bos_id: int, seed: int, pool_rows:
             out[begins] = bos_id
             return out.reshape(len(picked), T + 1)
 
-        return _Block(start, after, order, (before, epoch + used / total), rows)
+        return _Block(start, after, row_order, (before, epoch + used / total), rows)
 
     return block
 

@@ -77,7 +77,7 @@ class Tokenizer:
             text.encode("utf-8")  # tiktoken would put U+FFFD for what cannot be encoded
         except UnicodeEncodeError as e:
             raise DataError(f"text with half a surrogate pair at character {e.start} cannot be encoded") from None
-        return self.encoding.encode_to_numpy(text, disallowed_special=())
+        return np.array(self.encoding.encode_ordinary(text), dtype=np.uint32)
 
 
 def load_tokenizer(
@@ -91,20 +91,21 @@ def load_tokenizer(
     if not MIN_VOCAB <= vocab_size <= 2**31:
         raise DataError(f"data.vocab_size = {vocab_size}: must be at least {MIN_VOCAB}, the bytes and {BOS}")
     path = Path(cache_dir) / f"tokenizer-{corpus.checksum[:16]}-{vocab_size}.json"
-    if path.exists():
+    if os.path.exists(path):
         try:
             return read_tokenizer(path, vocab_size, corpus.checksum)
         except DataError as e:
-            log(f"notice: {e}: training it again")
+            log(f"notice: {str(e).rpartition('; ')[0]}; training it again")
     start = time.monotonic()
-    tokens = train_bpe(_some_documents(corpus), vocab_size - 1)
-    if len(tokens) < vocab_size - 1:
-        raise DataError(
-            f"data.vocab_size = {vocab_size}: the training text of {show(corpus.name)} is too small for it; "
-            f"the largest possible is {len(tokens) + 1}"
-        )
-    tokenizer = make_tokenizer(tokens)
-    save_tokenizer(tokenizer, path, corpus.checksum)
+    with atomic_file(path) as f:  # before the work: a cache that cannot be written is found out at once
+        tokens = train_bpe(_some_documents(corpus), vocab_size - 1)
+        if len(tokens) < vocab_size - 1:
+            raise DataError(
+                f"data.vocab_size = {vocab_size}: the training text of {show(corpus.name)} is too small for it; "
+                f"the largest possible is {len(tokens) + 1}"
+            )
+        tokenizer = make_tokenizer(tokens)
+        f.write(_file_content(tokenizer, corpus.checksum))
     log(f"tokenizer: trained {vocab_size:,} tokens in {time.monotonic() - start:.1f} s, kept in {show(path)}")
     return tokenizer
 
@@ -114,6 +115,7 @@ def train_bpe(texts: Iterable[str], size: int) -> list[bytes]:
 
     The 256 single bytes come first. The same texts give the same tokens.
     """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # unset, the library warns at every later fork
     bpe = _untrained()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
@@ -145,11 +147,8 @@ def make_tokenizer(tokens: list[bytes], pattern: str = SPLIT) -> Tokenizer:
 
 def save_tokenizer(tokenizer: Tokenizer, path: str | Path, corpus_checksum: str = "") -> None:
     """Write the tokenizer to a JSON file; it appears whole or not at all. Raises DataError."""
-    tokens = [tokenizer.encoding.decode_single_token_bytes(i) for i in range(tokenizer.bos_id)]
-    content = _content(tokenizer.encoding._pat_str, tokens)
-    extra = {"checksum": _digest(content), "corpus": corpus_checksum, "vocab_size": tokenizer.vocab_size}
     with atomic_file(Path(path)) as f:
-        f.write(json.dumps(extra | content, indent=0).encode())
+        f.write(_file_content(tokenizer, corpus_checksum))
 
 
 def read_tokenizer(path: str | Path, vocab_size: int = 0, corpus_checksum: str = "") -> Tokenizer:
@@ -188,6 +187,13 @@ def _content(pattern: str, tokens: list[bytes]) -> dict:
         "special_tokens": {BOS: len(tokens)},
         "tokens": [base64.b64encode(token).decode() for token in tokens],
     }
+
+
+def _file_content(tokenizer: Tokenizer, corpus_checksum: str) -> bytes:
+    tokens = [tokenizer.encoding.decode_single_token_bytes(i) for i in range(tokenizer.bos_id)]
+    content = _content(tokenizer.encoding._pat_str, tokens)
+    extra = {"checksum": _digest(content), "corpus": corpus_checksum, "vocab_size": tokenizer.vocab_size}
+    return json.dumps(extra | content, indent=0).encode()
 
 
 def _digest(content: dict) -> str:
