@@ -26,7 +26,8 @@ class BudgetClock:
         self.spent = {"startup": 0.0, "data": 0.0, "step": 0.0, "checkpoint": 0.0, "eval": 0.0}
         self.earlier_charged = sum((earlier or {}).get(phase, 0.0) for phase in CHARGED)
         self.phase, self.since = "startup", now() if started is None else started
-        self.recent = deque(maxlen=50)  # seconds from the end of one step to the end of the next
+        self.recent = deque(maxlen=50)  # charged seconds from the begin of one step to the begin of the next
+        self.mark = None  # charged seconds when the running step began
 
     def enter(self, phase):
         """End the running phase, begin another."""
@@ -54,9 +55,12 @@ class BudgetClock:
         """Share of the budget that is charged, 0 to 1."""
         return min(1.0, self.charged() / self.seconds) if self.seconds > 0 else 0.0
 
-    def step_done(self, seconds):
-        """Note how long a charged step took, data wait included."""
-        self.recent.append(seconds)
+    def step_begins(self):
+        """Note that a charged step begins here: what was charged since the last call is the length of a step."""
+        charged = self.charged()
+        if self.mark is not None:
+            self.recent.append(charged - self.mark)
+        self.mark = charged
 
     def next_step(self):
         """Upper estimate of the next step, seconds: the worst of the last 20, but a single stall counts at

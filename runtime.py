@@ -86,10 +86,10 @@ def synchronize(device):
 
 
 def agree(numbers, world):
-    """The largest of each of these ints over all ranks, the same on every rank. One collective call, no device."""
+    """The largest of each of these numbers over all ranks, the same on every rank. One collective, on the hosts."""
     if world == 1:
         return list(numbers)
-    t = torch.tensor(numbers, dtype=torch.int32)
+    t = torch.tensor(numbers, dtype=torch.float64)
     dist.all_reduce(t, op=dist.ReduceOp.MAX, group=control_group())
     return t.tolist()
 

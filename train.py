@@ -21,10 +21,6 @@ STARTED = time.monotonic()  # start-up counts from here, the imports below inclu
 
 import torch
 import torch.distributed as dist
-from data.loader import Loader, tokenize_split, val_stream
-from data.tokenizer import load_tokenizer
-from eval.bpb import evaluate_bpb, packed_val_batches, val_bpb
-from eval.icl import icl_scores
 from tqdm import tqdm
 
 import checkpoint
@@ -33,6 +29,10 @@ import runtime
 from clock import BudgetClock
 from config import ConfigError, check_config, config_to_toml, describe_keys, load_config
 from data.corpus import DataError, open_corpus
+from data.loader import Loader, tokenize_split, val_stream
+from data.tokenizer import load_tokenizer
+from eval.bpb import evaluate_bpb, packed_val_batches, val_bpb
+from eval.icl import icl_scores
 from model import GPT
 from optim import MuonAdamW
 
@@ -60,10 +60,10 @@ def open_run(args, cfg, rank, world):
         dist.broadcast_object_list(choice, src=0)
     cfg.run.dir = choice[0]
     run = Path(cfg.run.dir)
-    if args.resume:
-        return run
 
     def make():
+        if rank > 0 or args.resume:
+            return run
         if run.exists() and (not run.is_dir() or any(run.iterdir())):
             if not args.overwrite:
                 raise ConfigError(
@@ -79,7 +79,7 @@ def open_run(args, cfg, rank, world):
             raise ConfigError(f'run.dir = "{run}" can not be written: {error}') from error
         return run
 
-    return runtime.rank0_first(world, rank, make) if rank == 0 else runtime.rank0_first(world, rank, lambda: run)
+    return runtime.rank0_first(world, rank, make)
 
 
 def train_step(model, forward, optimizer, batches):
@@ -112,7 +112,7 @@ def mean_over_ranks(loss, world):
 def evaluate(cfg, rt, model, splits, tokenizer, stream):
     """All scores of the model as {name: number}. Every rank takes part and gets the same."""
     token_bytes = torch.from_numpy(tokenizer.token_bytes).to(rt.device)
-    where = dict(rank=rt.rank, world=rt.world, device=rt.device)
+    where = {"rank": rt.rank, "world": rt.world, "device": rt.device}
     score = val_bpb(
         model, stream, cfg.model.seq_len, tokenizer.token_bytes, cfg.eval.batch_rows,
         max_tokens=cfg.eval.tokens, max_seconds=cfg.eval.max_seconds, **where,
@@ -153,6 +153,15 @@ def measure_save(run, save):
         worst = max(worst, time.monotonic() - began)
     shutil.rmtree(run / "checkpoints" / "trial", ignore_errors=True)
     return 1.25 * worst + 0.01
+
+
+def log(file, record):
+    """Append a record to log.jsonl. A full disk costs the line, not the run."""
+    try:
+        file.write(json.dumps(record) + "\n")
+        file.flush()
+    except OSError as error:
+        tqdm.write(f"warning: log.jsonl misses step {record['step']}: {error}")
 
 
 def main():
@@ -227,14 +236,19 @@ def main():
             checkpoint.save(run / "checkpoints" / name, model.state_dict(), optim_state, state)
 
     signals = []
+
+    def on_signal(number, _):
+        signals.append(number)
+        signal.signal(number, signal.SIG_DFL)  # the second one kills
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda n, _: signals.append(n))
+        signal.signal(number, on_signal)
 
     by_steps = cfg.budget.steps > 0
     reserve, next_eval, printed, scores = 0.0, cfg.eval.every, -math.inf, {}
     logged_tokens, logged_charged = tokens, clock.charged()
     good = candidate = snapshot(step, tokens, model, optimizer, loader)
-    log = open(run / "log.jsonl", "a", buffering=1) if rank == 0 else None  # noqa: SIM115
+    log_file = open(run / "log.jsonl", "a") if rank == 0 else None
     bar = tqdm(
         total=cfg.budget.steps if by_steps else cfg.budget.seconds, dynamic_ncols=True,
         disable=rank > 0 or not sys.stderr.isatty(), bar_format="{percentage:3.0f}%|{bar}| {desc}",
@@ -244,27 +258,28 @@ def main():
         if step == last_startup and not by_steps:  # start-up ends: learn, before the clock runs, what saving costs
             reserve = measure_save(run, save)
 
-        # does another step fit?
-        began = clock.charged()
+        # does another step fit? every rank has its own clock, and all must do the same
         clock.enter("data" if charged_step else "startup")
-        progress = step / cfg.budget.steps if by_steps else clock.progress()
-        share = schedule.batch_share(progress, cfg.train.batch_warmup)
+        if charged_step:
+            clock.step_begins()
         spent = step >= cfg.budget.steps if by_steps else not clock.fits(reserve)
+        stop = SIGNAL if signals else BUDGET if spent else GO
         wants_eval = cfg.eval.every > 0 and clock.charged() >= next_eval
-        stop, wants_eval = runtime.agree((SIGNAL if signals else BUDGET if spent else GO, int(wants_eval)), world)
+        progress = step / cfg.budget.steps if by_steps else clock.progress()
+        stop, wants_eval, progress = runtime.agree((stop, wants_eval, progress), world)
         if stop != GO:
             break
         if wants_eval:
             clock.enter("eval")
             scores = evaluate(cfg, rt, model, splits, tokenizer, stream)
             if rank == 0:
-                record = {"step": step, "charged_seconds": clock.charged(), "tokens": tokens} | scores
-                log.write(json.dumps(record) + "\n")
+                log(log_file, {"step": step, "charged_seconds": clock.charged(), "tokens": tokens} | scores)
                 tqdm.write(f"step {step} | " + " | ".join(f"{k} {v:.4f}" for k, v in scores.items()))
             next_eval = clock.charged() + cfg.eval.every
             clock.enter("data" if charged_step else "startup")
 
         # one step
+        share = schedule.batch_share(progress, cfg.train.batch_warmup)
         batches = [(x.to(rt.device), y.to(rt.device)) for x, y in loader.next(round(share * rank_rows / micro_rows))]
         clock.enter("step" if charged_step else "startup")
         t, o = cfg.train, cfg.optim
@@ -275,9 +290,7 @@ def main():
         runtime.synchronize(rt.device)
         step, step_tokens = step + 1, len(batches) * micro_rows * T * world
         tokens += step_tokens
-        if charged_step:
-            clock.step_done(clock.charged() - began)
-        else:
+        if not charged_step:
             startup_tokens = tokens
 
         # now and then: look at the loss, write a line, keep a copy of weights that are known to be sound
@@ -295,7 +308,7 @@ def main():
                 "epoch": loader.epoch, "lr_scale": lr_scale, "momentum": momentum, "batch_tokens": step_tokens,
             }  # fmt: skip
             if rank == 0:
-                log.write(json.dumps(record) + "\n")
+                log(log_file, record)
                 left = (
                     f"step {step} of {cfg.budget.steps}" if by_steps else f"{cfg.budget.seconds - charged:.0f} s left"
                 )
@@ -310,12 +323,14 @@ def main():
                 good, candidate = candidate, snapshot(step, tokens, model, optimizer, loader, charged)
 
     bar.close()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
 
     # the run is over: the final checkpoint is charged, the scores are not
     if stop == BAD_LOSS:
         step, tokens = restore(good, model, optimizer, loader)
-        say(f"error: loss {loss:.4g} at step {bad_step} is above train.max_loss = {cfg.train.max_loss} or not a number; "
-            f"the state of step {step} is in {run}/checkpoints; lower the learning rates", file=sys.stderr)  # fmt: skip
+        say(f"error: loss {loss:.4g} at step {bad_step} is not a number or above train.max_loss = {cfg.train.max_loss}; "
+            f"saved the state of step {step}; lower the learning rates", file=sys.stderr)  # fmt: skip
     status = {BUDGET: 0, SIGNAL: 128 + (signals or [signal.SIGTERM])[0], BAD_LOSS: 1}[stop]
     clock.enter("checkpoint")
     try:
