@@ -277,12 +277,13 @@ def _raw_documents(file: Path) -> Iterator[bytes | None]:
             raise io_error(e, file, "read") from None
         return
     with _open_parquet(file) as parquet:
+        left = parquet.metadata.num_rows
         batches = parquet.iter_batches(batch_size=BATCH_ROWS, columns=["text"])
         while True:
             try:
                 batch = next(batches, None)
                 if batch is None:
-                    return
+                    break
                 column = batch.column(0)
                 if pa.types.is_dictionary(column.type):
                     column = column.dictionary_decode()
@@ -290,6 +291,9 @@ def _raw_documents(file: Path) -> Iterator[bytes | None]:
             except _DAMAGE as e:
                 raise _parquet_error(file, e) from None
             yield from texts
+            left -= len(texts)
+        if left:
+            raise _parquet_error(file, ValueError(f"{abs(left)} rows too {'few' if left > 0 else 'many'}"))
 
 
 def count_documents(files: Iterable[Path]) -> int:
