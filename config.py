@@ -120,7 +120,7 @@ class KernelsConfig:
 
 @dataclass
 class RuntimeConfig:
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is a device, else the CPU
+    device: Literal["auto", "cpu", "cuda", "neuron", "xla"] = "auto"  # xla: PyTorch up to 2.9; neuron: 2.10 on
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of activations; weights stay float32
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto turns it off where no C++ compiler is found
     threads: int = 0  # CPU threads of each rank; 0 means cores / ranks

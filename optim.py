@@ -155,7 +155,8 @@ class MuonAdamW:
         self.device = model.embed.device
         self.groups, self.table, self.t = [], None, 0
         width = (model.cfg.width / 768) ** -0.5  # learning rates are stated for width 768
-        self.lr_scale, self.momentum, self.decay_scale, self.step_count = (self._tensor(0.0) for _ in range(4))
+        self.hyper = torch.zeros(4, device=self.device)  # all that moves during training, see `set_hyper`
+        self.lr_scale, self.momentum, self.decay_scale, self.step_count = self.hyper.unbind(0)
 
         by_shape, small = {}, []
         for name, p in model.named_parameters():
@@ -214,9 +215,8 @@ class MuonAdamW:
 
     def set_hyper(self, lr_scale, momentum, decay_scale):
         """Set what the schedule moves: factor on every learning rate, Muon's momentum, factor on Muon's decay."""
-        self.lr_scale.fill_(lr_scale)
-        self.momentum.fill_(momentum)
-        self.decay_scale.fill_(decay_scale)
+        # one copy from the host: a Python number handed to an op on the device would be compiled into it
+        self.hyper.copy_(torch.tensor([lr_scale, momentum, decay_scale, self.t + 1]))
 
     @torch.no_grad()
     def step(self, ngram=()):
@@ -225,7 +225,6 @@ class MuonAdamW:
         ngram: pairs (ids (N,), grad (N, C)) of this rank's reads of the n-gram bank, one for each micro-batch.
         """
         self.t += 1
-        self.step_count.fill_(self.t)
         running = [(group, *self._reduce(group)) for group in self.groups]
         gathers = []
         for group, grad, work in running:

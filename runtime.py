@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -39,23 +40,54 @@ def ranks():
 
 
 def start(cfg: RuntimeConfig) -> Runtime:
-    """Choose the device, set threads, join the process group. Raises ConfigError where the device is missing."""
+    """Choose the device, set threads, join the process group. Raises ConfigError where the device is missing.
+
+    Neuron: docs of the Neuron SDK, frameworks/torch/pytorch-native-overview (device "neuron", PyTorch 2.10 and
+    later) and frameworks/torch/torch-neuronx (device "xla", up to PyTorch 2.9).
+    """
     rank, world, local_rank = ranks()
-    kind = cfg.device if cfg.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError('runtime.device = "cuda": no CUDA device found here, only the CPU; use "cpu" or "auto"')
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if world > 1 else 1
-    if kind == "cuda" and local_world > torch.cuda.device_count():
-        raise ConfigError(f"{local_world} ranks but {torch.cuda.device_count()} CUDA devices; start one rank for each")
-    device = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    found = devices()
+    kind = cfg.device if cfg.device != "auto" else next(iter(found))
+    if kind not in found:
+        raise ConfigError(f'runtime.device = "{kind}": no such device here, found {", ".join(found)}; use "auto"')
+    if local_world > found[kind]:
+        raise ConfigError(f"{local_world} ranks on {found[kind]} {kind} device(s): start one rank for each device")
+    if world > 1:  # on Neuron the process group comes before the first use of the device
+        if kind == "xla":
+            import torch_xla.distributed.xla_backend  # noqa: F401  registers the backend
+
+            dist.init_process_group("xla", init_method="xla://")
+        else:
+            dist.init_process_group({"cpu": "gloo", "cuda": "nccl", "neuron": "neuron"}[kind])
+        if dist.get_world_size() != world:
+            raise ConfigError(f"the process group has {dist.get_world_size()} ranks, torchrun started {world}")
+    if kind == "xla":
+        import torch_xla
+
+        device = torch_xla.device()
+    else:
+        device = torch.device(kind) if kind == "cpu" else torch.device(kind, local_rank)
     if kind == "cuda":
         torch.cuda.set_device(device)
-    else:
+    if kind == "neuron":
+        torch.neuron.set_device(local_rank)
+    if kind == "cpu":
         torch.set_num_threads(cfg.threads or max(1, cpu_count() // local_world))
-    if world > 1:
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": fast_dtype(kind)}[cfg.dtype]
     return Runtime(device, dtype, compile_backend(cfg.compile, kind), rank, world, local_rank)
+
+
+def devices():
+    """{kind: how many} of the devices of this machine, the preferred kind first; a CPU takes any number of ranks."""
+    found = {}
+    if torch.cuda.is_available():
+        found["cuda"] = torch.cuda.device_count()
+    if hasattr(torch, "neuron") and (count := torch.neuron.device_count()):  # registered by torch-neuronx
+        found["neuron"] = count
+    if os.environ.get("PJRT_DEVICE") == "NEURON" and find_spec("torch_xla"):  # without it, XLA runs on the CPU
+        found["xla"] = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return found | {"cpu": sys.maxsize}
 
 
 def cpu_count():
@@ -65,24 +97,35 @@ def cpu_count():
 
 def fast_dtype(kind):
     """bfloat16 where the device multiplies it faster than float32, else float32."""
-    if kind == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    if kind != "cpu":
+        return torch.bfloat16 if kind != "cuda" or torch.cuda.is_bf16_supported() else torch.float32
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     return torch.bfloat16 if "avx512_bf16" in flags or "amx_bf16" in flags else torch.float32
 
 
 def compile_backend(choice, kind):
     """torch.compile's backend, or "". "auto" compiles where the compiler that inductor calls is there."""
-    compiler = kind == "cuda" or any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++"))
-    if choice == "on" and not compiler:
-        raise ConfigError('runtime.compile = "on": no C++ compiler found (g++ or clang++); install one or use "off"')
-    return "inductor" if choice == "on" or (choice == "auto" and compiler) else ""
+    if choice == "off" or kind == "xla":  # XLA compiles what it traces, by itself
+        return ""
+    if kind == "neuron":
+        return "neuron"
+    if kind == "cpu" and not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
+        if choice == "on":
+            raise ConfigError('runtime.compile = "on": no C++ compiler found (g++, clang++); install one or use "off"')
+        return ""
+    return "inductor"
 
 
 def synchronize(device):
-    """Wait until the device has done all it was given."""
+    """Wait until the device has done all it was given; on XLA also the end of the traced step."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif device.type == "neuron":
+        torch.neuron.synchronize()
+    elif device.type == "xla":
+        import torch_xla
+
+        torch_xla.sync(wait=True)
 
 
 def agree(numbers, world):
@@ -132,7 +175,7 @@ def peak_flops(device, dtype, n=2048, seconds=0.5):
 
 
 def peak_memory(device):
-    """Largest memory in use so far, bytes: of the device, on a CPU of this process."""
+    """Largest memory in use so far, bytes: of a CUDA device, else of this process on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -173,7 +216,7 @@ def environment(runtime: Runtime):
             "cores": cpu_count(),
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         },
-        "device": str(runtime.device) if runtime.device.type == "cpu" else torch.cuda.get_device_name(runtime.device),
+        "device": torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else str(runtime.device),
         "dtype": str(runtime.dtype).removeprefix("torch."),
         "compile": runtime.backend or "off",
         "ranks": runtime.world,

@@ -329,7 +329,7 @@ def main():
     # the run is over: the final checkpoint is charged, the scores are not
     if stop == BAD_LOSS:
         step, tokens = restore(good, model, optimizer, loader)
-        say(f"error: loss {loss:.4g} at step {bad_step} is not a number or above train.max_loss = {cfg.train.max_loss}; "
+        say(f"error: loss {loss:.4g} at step {bad_step}: above train.max_loss = {cfg.train.max_loss} or not a number; "
             f"saved the state of step {step}; lower the learning rates", file=sys.stderr)  # fmt: skip
     status = {BUDGET: 0, SIGNAL: 128 + (signals or [signal.SIGTERM])[0], BAD_LOSS: 1}[stop]
     clock.enter("checkpoint")
