@@ -181,9 +181,8 @@ def io_error(error: OSError, path: Path, verb: str) -> DataError:
         errno.ENOSPC: "free some space or choose another data.cache_dir",
         errno.EDQUOT: "free some space or choose another data.cache_dir",
         errno.EFBIG: "raise the limit on file sizes or choose another data.cache_dir",
-        errno.ENOENT: "check the path",
     }
-    default = "choose a data.cache_dir that can be written" if verb == "write" else "check its permissions"
+    default = "choose a data.cache_dir that can be written" if verb == "write" else "check path and permissions"
     reason = error.strerror or str(error)
     return DataError(f"{show(path)}: cannot {verb} it ({reason}); {remedies.get(error.errno, default)}")
 

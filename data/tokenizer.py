@@ -66,11 +66,10 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD. Raises DataError for an id out of range."""
-        ids = [int(i) for i in ids]
-        for i in ids:
-            if not 0 <= i < self.vocab_size:
-                raise DataError(f"token id {i} is not in this tokenizer of {self.vocab_size} tokens")
-        return self.encoding.decode(ids)
+        ids = np.array(ids if isinstance(ids, (list, np.ndarray)) else list(ids), dtype=np.int64)
+        if len(outside := ids[(ids < 0) | (ids >= self.vocab_size)]):
+            raise DataError(f"token id {outside[0]} is not in this tokenizer of {self.vocab_size} tokens")
+        return self.encoding.decode(ids.tolist())
 
     def _encode(self, text: str) -> np.ndarray:
         try:
