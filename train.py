@@ -119,8 +119,10 @@ def evaluate(cfg, rt, model, splits, tokenizer, stream):
     )  # fmt: skip
     out = {"val_bpb": score["bpb"], "val_tokens": score["tokens"], "val_complete": score["complete"]}
     if cfg.eval.packed:
-        batches = packed_val_batches(splits["val"], cfg.model.seq_len, cfg.eval.batch_rows, tokenizer.bos_id, **where)
-        out["val_bpb_packed"] = evaluate_bpb(model, batches, len(batches), token_bytes)
+        batches = packed_val_batches(
+            splits["val"], cfg.model.seq_len, cfg.eval.batch_rows, tokenizer.bos_id, max_tokens=cfg.eval.tokens, **where
+        )
+        out["val_bpb_packed"] = evaluate_bpb(model, batches, len(batches), token_bytes, rt.world)
     if cfg.eval.icl:
         out |= icl_scores(
             model, stream, cfg.model.seq_len, tokenizer.vocab_size, tokenizer.bos_id, cfg.eval.batch_rows, **where
