@@ -507,7 +507,7 @@ def imported(folders):
                 names |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 names.add(node.module.partition(".")[0])
-    own = {p.stem for p in ROOT.glob("*.py")} | {p.name for p in ROOT.iterdir() if p.is_dir()}
+    own = {p.stem for p in ROOT.glob("*.py")} | {"data", "eval", "kernels", "tests"}
     return names - set(sys.stdlib_module_names) - own
 
 
