@@ -196,7 +196,7 @@ def show(path: Path | str) -> str:
 def progress(items: Iterable, total: int, what: str, unit: str, log: Callable[[str], None]) -> Iterator:
     """The items of the (item, amount) pairs, with a bar of the amounts; if stderr is no terminal, a line each 5 s."""
     if sys.stderr.isatty():
-        with tqdm(total=total, desc=what, unit=unit, unit_scale=True, leave=False) as bar:
+        with tqdm(total=total, desc=what, unit=f" {unit}", unit_scale=True, leave=False) as bar:
             for item, amount in items:
                 yield item
                 bar.update(amount)

@@ -25,6 +25,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -37,7 +38,7 @@ from data.tokenizer import Tokenizer, cores
 
 SPLIT_FORMAT = "nanotrn tokens 1"
 BATCH_CHARS = 4_000_000  # characters tokenised at a time
-BUFFER = 1024  # documents and rests that a packed row is chosen from
+BUFFER = 1024  # documents and rests that a packed row is chosen from, or an eighth of the documents if that is less
 PREFETCH = 3  # steps made ahead
 
 
@@ -140,7 +141,7 @@ def _load_split(base: Path, split: str, key: str, dtype: np.dtype, log: Callable
     about_file = base.with_suffix(".json")
     try:
         about = json.loads(about_file.read_bytes())
-        found, digests = (about["format"], about["key"]), about["sha256"]
+        found, (tokens_digest, offsets_digest) = (about["format"], about["key"]), about["sha256"]
         tokens, documents = int(about["tokens"]), int(about["documents"])
         text_bytes, skipped = int(about["text_bytes"]), dict(about["skipped"])
     except OSError as e:
@@ -151,8 +152,8 @@ def _load_split(base: Path, split: str, key: str, dtype: np.dtype, log: Callable
         raise DataError(f"{show(about_file)}: is for another corpus, tokenizer or version")
     arrays = []
     for suffix, kind, count, digest in (
-        (".tokens", dtype, tokens, digests[0]),
-        (".offsets", np.dtype("<i8"), documents + 1, digests[1]),
+        (".tokens", dtype, tokens, tokens_digest),
+        (".offsets", np.dtype("<i8"), documents + 1, offsets_digest),
     ):
         file = base.with_suffix(suffix)
         if file_sha256(file, base.parent) != digest or file.stat().st_size != count * kind.itemsize or not count:
@@ -243,6 +244,7 @@ def _packed_blocks(split: TokenSplit, T: int, bos_id: int, seed: int, pool_rows:
     "used": tokens of it in rows before, "buffer": [[length with BOS, first token in the split], ...] sorted}.
     """
     documents, total = len(split.offsets) - 1, int(split.offsets[-1])
+    room = max(1, min(BUFFER, documents // 8))  # with all documents in it, every epoch would have the same rows
 
     @lru_cache(maxsize=2)
     def epoch_order(epoch: int) -> np.ndarray:
@@ -259,7 +261,7 @@ def _packed_blocks(split: TokenSplit, T: int, bos_id: int, seed: int, pool_rows:
             while space:
                 if not buffer and following == documents:
                     epoch, following, used, order = epoch + 1, 0, 0, epoch_order(epoch + 1)
-                while len(buffer) < BUFFER and following < documents:
+                while len(buffer) < room and following < documents:
                     first, end = split.offsets[order[following]], split.offsets[order[following] + 1]
                     bisect.insort(buffer, (int(end - first) + 1, int(first)))
                     following += 1
@@ -404,6 +406,9 @@ class Loader:
     def _stop_thread(self) -> None:
         if self._thread is not None:
             self._stopping.set()
+            with suppress(queue.Empty):
+                while True:  # make room, so that the thread need not wait before it looks
+                    self._queue.get_nowait()
             self._thread.join()
             self._thread = None
 
