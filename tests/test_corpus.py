@@ -239,13 +239,17 @@ def test_atomic_file(tmp_path):
         f.write(b"one")
         assert not path.exists()
     assert path.read_bytes() == b"one"
+    with path.open("rb") as reader:  # who has the old one open keeps it
+        with atomic_file(path) as f:
+            f.write(b"new")
+        assert reader.read() == b"one" and path.read_bytes() == b"new"
     with pytest.raises(KeyboardInterrupt), atomic_file(path) as f:
         f.write(b"two")
         raise KeyboardInterrupt
     with pytest.raises(DataError, match="No space left.*free some space"), atomic_file(path) as f:
         f.write(b"three")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    assert path.read_bytes() == b"one" and list(path.parent.iterdir()) == [path]
+    assert path.read_bytes() == b"new" and list(path.parent.iterdir()) == [path]
 
 
 def test_write_errors_of_the_system(tmp_path, monkeypatch):

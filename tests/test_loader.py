@@ -214,7 +214,9 @@ def brute_force_packing(lengths, T, rows, orders):
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(1, 30), st.integers(0, 99), st.integers(1, 9))
+@given(
+    st.lists(st.integers(1, 40), min_size=30, max_size=80), st.integers(1, 30), st.integers(0, 99), st.integers(1, 9)
+)
 def test_packing_equals_a_plain_search(lengths, T, seed, buffer):
     """With the document order read off the stream layout, which a test above checks."""
     split, before = of_lengths(lengths), ld.BUFFER

@@ -141,13 +141,13 @@ def test_ten_megabytes_of_one_character(small, unit):
 
 
 def test_pieces_are_bounded_and_digits_pair_up(small):
-    encoding = small[0].encoding
-    rng = np.random.default_rng()
-    letters = "abc" * 50
+    encoding, rng = small[0].encoding, np.random.default_rng()
     # longest piece: a sign and 32 letters, so no token may be longer, whatever the vocabulary
     assert max(len(encoding.decode_single_token_bytes(i)) for i in range(SMALL - 1)) <= 33 * 4
-    ids = small[0].encode_batch([letters, letters[:32]])
-    assert ids[0][: len(ids[1])].tolist() == ids[1].tolist()
+    for unit in ("a", " ", "-"):  # tokens of 2, 4, ... 64 of it: the last is longer than a piece
+        doubled = make_tokenizer([bytes([b]) for b in range(256)] + [unit.encode() * 2**k for k in range(1, 7)])
+        (ids,) = doubled.encode_batch([unit * 128])
+        assert doubled.token_bytes[ids].max() == 32 and doubled.token_bytes[ids].sum() == 128
     digits = "".join(rng.choice(list("0123456789"), 20))
     pieces = [encoding.decode_single_token_bytes(i) for i in small[0].encode_batch([digits])[0]]
     cuts = np.cumsum([len(p) for p in pieces])
@@ -242,6 +242,7 @@ def test_a_tokenizer_that_does_not_match_is_refused_and_replaced(small, tmp_path
     (source,) = cache.glob("tokenizer-*.json")
     raw = source.read_bytes()
     tokens = json.loads(raw)["tokens"]
+    assert json.loads(raw)["special_tokens"] == {BOS: SMALL - 1} and len(tokens) == SMALL - 1
     other = [base64.b64encode(b"zq%d" % i).decode() for i in range(2)]
     damaged = {
         "half": raw[: len(raw) // 2],
@@ -268,6 +269,9 @@ def test_a_tokenizer_that_does_not_match_is_refused_and_replaced(small, tmp_path
         with pytest.raises(DataError) as info:
             read_tokenizer(file, SMALL, corpus.checksum)
         assert "\n" not in str(info.value) and source.name in str(info.value), name
+        if name != "other corpus":
+            with pytest.raises(DataError):
+                read_tokenizer(file)
         if name not in ("half", "checksum", "other corpus"):
             continue
         notes = []
