@@ -271,10 +271,11 @@ class MuonAdamW:
     def _step_table(self, ngram):
         ids, grad = torch.cat([i for i, _ in ngram]), torch.cat([g for _, g in ngram])
         if self.world > 1:  # every rank makes the same update from everybody's reads
-            all_ids, all_grad = ids.new_empty(self.world, *ids.shape), grad.new_empty(self.world, *grad.shape)
-            dist.all_gather_into_tensor(all_ids, ids)
-            dist.all_gather_into_tensor(all_grad, grad)
-            ids, grad = all_ids.flatten(0, 1), all_grad.flatten(0, 1) / self.world
+            mine = ids, grad
+            ids, grad = (t.new_empty(self.world * t.size(0), *t.shape[1:]) for t in mine)
+            dist.all_gather_into_tensor(ids, mine[0])
+            dist.all_gather_into_tensor(grad, mine[1])
+            grad /= self.world
         s, c = self.table_state, self.table_constant
         lr = c["lr"] * self.lr_scale
         self._ngram(self.table, ids, grad, s["scratch"], s["second"], lr, c["decay"], c["beta2"])

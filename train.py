@@ -184,15 +184,14 @@ def main():
 
     # data: rank 0 downloads, trains the tokenizer and tokenises; the others then find it in the cache
     def prepare():
-        corpus = open_corpus(cfg.data.path, cfg.data.cache_dir, cfg.data.shards)
-        tokenizer = load_tokenizer(corpus, cfg.data.vocab_size, cfg.data.cache_dir)
-        return tokenizer, {s: tokenize_split(corpus, s, tokenizer, cfg.data.cache_dir) for s in ("train", "val")}
+        cache = cfg.data.cache_dir
+        corpus = open_corpus(cfg.data.path, cache, cfg.data.shards, log=say)
+        tokenizer = load_tokenizer(corpus, cfg.data.vocab_size, cache, log=say)
+        return tokenizer, {s: tokenize_split(corpus, s, tokenizer, cache, log=say) for s in ("train", "val")}
 
     tokenizer, splits = runtime.rank0_first(world, rank, prepare)
-    stream = val_stream(splits["val"], tokenizer.bos_id)
     T = cfg.model.seq_len
-    if len(stream) <= T:
-        raise DataError(f"validation split has {len(stream)} tokens, less than a row of model.seq_len = {T}")
+    stream = val_stream(splits["val"], tokenizer.bos_id, T)
     rank_rows = cfg.train.batch_tokens // (world * T)
     micro_rows = cfg.train.micro_rows or rank_rows
     loader = Loader(
