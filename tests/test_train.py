@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -164,15 +165,18 @@ def test_budget_is_kept(tmp_path, cache, seconds):
     assert log[0]["lr_scale"] < 1 and log[-1]["lr_scale"] < 0.6  # warm-up at first, cooldown at last
 
 
-def test_exploding_loss_saves_the_last_good_state(tmp_path, cache):
-    run = tmp_path / "run"
-    _, err = train(run, cache, "optim.embed_lr=1e30", "optim.head_lr=1e30", "train.warmup_steps=0", expect=1)
+def test_a_bad_loss_stops_and_saves_the_last_good_state(tmp_path, cache):
+    run = tmp_path / "run"  # at these rates the loss, near ln(512) = 6.2 at first, rises at once
+    _, err = train(run, cache, "optim.embed_lr=10", "optim.head_lr=10", "train.warmup_steps=0", "train.max_loss=6.5",
+                   expect=1)  # fmt: skip
     assert "loss" in one_error(err) and "step" in one_error(err)
-    saved = sorted((run / "checkpoints").iterdir())
-    assert saved
-    from safetensors.torch import load_file
-
-    assert all(t.isfinite().all() for t in load_file(saved[-1] / "model.safetensors").values())
+    (saved,) = (run / "checkpoints").iterdir()
+    assert int(saved.name.removeprefix("step_")) < 12
+    assert all(t.isfinite().all() for t in load_file(saved / "model.safetensors").values())
+    # the good state can be continued with other settings
+    subprocess.run([sys.executable, "train.py", "--resume", str(run), "--set", "train.max_loss=1000"],
+                   cwd=ROOT, env=ENVIRONMENT, check=True, timeout=240)  # fmt: skip
+    assert (run / "checkpoints" / "step_00000012").exists()
 
 
 def test_bad_input_is_one_line_and_status_2(tmp_path, cache):
@@ -182,7 +186,7 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, cache):
         (["model.head_dim=15"], "head_dim"),
         (["data.path=/nowhere"], "/nowhere"),
         (["runtime.device=tpu"], "runtime.device"),
-        (["model.seq_len=500000", "train.batch_tokens=500000", "train.micro_rows=0"], "validation"),
+        (["model.seq_len=500000", "train.batch_tokens=500000", "train.micro_rows=0", "train.batch_warmup=[]"], "val"),
     ]:
         _, err = train(run, cache, *settings, expect=2)
         assert named in one_error(err), (settings, err)
