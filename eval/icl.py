@@ -19,14 +19,14 @@ REPEAT_LENGTH = 32  # tokens of each, less where a row is too short for two copi
 
 
 def repeat_rows(seq_len, vocab_size, bos_id):
-    """Rows BOS s s BOS BOS ..., s random without specials: inputs and targets (REPEAT_ROWS, T) int64.
+    """Rows BOS s s BOS BOS ..., s random, no token twice, no special: inputs and targets (REPEAT_ROWS, T) int64.
 
     Targets are -1 except where the second copy's tokens but the first are predicted: there the row tells which.
     """
-    length = min(REPEAT_LENGTH, (seq_len - 1) // 2)
-    random = np.random.default_rng(ICL_VERSION)
     ordinary = np.array([t for t in range(vocab_size) if t != bos_id])
-    s = random.choice(ordinary, (REPEAT_ROWS, length))
+    length = min(REPEAT_LENGTH, (seq_len - 1) // 2, len(ordinary))
+    random = np.random.default_rng(ICL_VERSION)
+    s = np.stack([random.choice(ordinary, length, replace=False) for _ in range(REPEAT_ROWS)])
     x = np.full((REPEAT_ROWS, seq_len), bos_id)
     x[:, 1 : 1 + length], x[:, 1 + length : 1 + 2 * length] = s, s
     y = np.full((REPEAT_ROWS, seq_len), -1)
