@@ -76,6 +76,11 @@ def test_a_budget_of_zero_has_no_progress():
     assert clock.progress() == 0.0
 
 
+def handed_over(clock):
+    """What a checkpoint keeps of a clock for the one of the resumed run: see `save` in train.py."""
+    return clock.phases()
+
+
 def test_a_resumed_run_goes_on_where_the_charged_time_was():
     time = FakeTime()
     first = BudgetClock(300.0, 10.0, now=time)
@@ -83,7 +88,7 @@ def test_a_resumed_run_goes_on_where_the_charged_time_was():
     spend(first, time, "step", 70)
     spend(first, time, "eval", 33)
     first.enter("data")
-    second = BudgetClock(300.0, 10.0, now=time, earlier=first.phases())
+    second = BudgetClock(300.0, 10.0, now=time, earlier=handed_over(first))
     assert second.charged() == about(first.charged()) == about(70)
     spend(second, time, "startup", 4)  # its own start-up is free again
     assert second.charged() == about(70)
@@ -91,7 +96,6 @@ def test_a_resumed_run_goes_on_where_the_charged_time_was():
     assert second.charged() == about(75) and second.progress() == about(0.25)
 
 
-# What one clock hands to the next through a checkpoint is phases(), see `save` in train.py.
 def test_startup_beyond_the_allowance_stays_charged_after_a_resume():
     time = FakeTime()
     first = BudgetClock(300.0, 10.0, now=time)
@@ -99,7 +103,7 @@ def test_startup_beyond_the_allowance_stays_charged_after_a_resume():
     spend(first, time, "step", 20)
     first.enter("data")
     assert first.charged() == about(60)
-    assert BudgetClock(300.0, 10.0, now=time, earlier=first.phases()).charged() == about(60)
+    assert BudgetClock(300.0, 10.0, now=time, earlier=handed_over(first)).charged() == about(60)
 
 
 def test_resuming_twice_forgets_nothing():
@@ -110,7 +114,7 @@ def test_resuming_twice_forgets_nothing():
         assert clock.charged() == about(charged)
         spend(clock, time, "step", part)
         clock.enter("checkpoint")
-        charged, earlier = charged + part, clock.phases()
+        charged, earlier = charged + part, handed_over(clock)
         assert clock.charged() == about(charged)
 
 
