@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -12,27 +13,44 @@ STATE = "state.json"
 
 
 def save(folder: Path, model_state, optim_state, state):
-    """Write a checkpoint folder. It is built beside its place, synced, and renamed, so a crash leaves no half one.
+    """Write a checkpoint folder. It is built beside its place, synced, and renamed, so a crash leaves no half one,
+    and what stood there before stays readable, as `<folder>.old`, until the new one is in place.
 
     model_state, optim_state: {name: tensor}; state: JSON-able.
-    Raises OSError (no space left, ...) with nothing left behind.
+    Raises OSError (no space left, ...) with the folder as it was.
     """
-    folder, building = Path(folder), Path(folder).with_name(f"{Path(folder).name}.tmp")
+    folder = Path(folder)
+    building, old = (folder.with_name(folder.name + end) for end in (".tmp", ".old"))
     shutil.rmtree(building, ignore_errors=True)
     try:
+        put_back(folder, old)
         building.mkdir(parents=True)
-        save_file(cpu(model_state), building / "model.safetensors")
-        save_file(cpu(optim_state), building / "optim.safetensors")
+        save_file(on_cpu(model_state), building / "model.safetensors")
+        save_file(on_cpu(optim_state), building / "optim.safetensors")
         (building / STATE).write_text(json.dumps(state))
-        for file in building.iterdir():
-            sync(file)
+        for path in (*building.iterdir(), building):
+            sync(path)
         if folder.exists():
-            shutil.rmtree(folder)
+            os.replace(folder, old)
         os.replace(building, folder)
         sync(folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(building, ignore_errors=True)
+        try:
+            put_back(folder, old)
+        except OSError:
+            pass  # `newest` finds it under the other name too
         raise OSError(f"could not write checkpoint {folder}: {error}") from error
+
+
+def put_back(folder, old):
+    """Undo a replacement that stopped half-way."""
+    if old.exists():
+        if folder.exists():
+            shutil.rmtree(old)
+        else:
+            os.replace(old, folder)
 
 
 def load(folder: Path, device="cpu"):
@@ -48,14 +66,17 @@ def load(folder: Path, device="cpu"):
 
 
 def newest(run_dir: Path):
-    """The whole checkpoint with the highest step in a run folder, or None."""
-    found = sorted(Path(run_dir).glob("checkpoints/step_*/" + STATE))
-    found = [f.parent for f in found if not f.parent.name.endswith(".tmp")]
-    return max(found, key=lambda f: int(f.name.removeprefix("step_"))) if found else None
+    """The whole checkpoint with the highest step in a run folder, or None. One that was about to be replaced
+    (`.old`) counts only where the one that replaces it is missing."""
+    found = []
+    for file in Path(run_dir).glob("checkpoints/*/" + STATE):
+        if match := re.fullmatch(r"step_([0-9]+)(\.old)?", file.parent.name):
+            found.append((int(match[1]), match[2] is None, file.parent))
+    return max(found)[2] if found else None
 
 
-def cpu(tensors):
-    """Contiguous copies on the host; a view would be saved with all of its storage."""
+def on_cpu(tensors):
+    """The tensors on the host and contiguous: a view would be saved with all of its storage."""
     return {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
 
 

@@ -18,16 +18,16 @@ class BudgetClock:
     """Accounts the time of a run to phases and says whether another step fits into the budget.
 
     seconds: the budget; allowance: start-up seconds that are free; now: a clock that never goes back
-    (seconds), for tests. Starts in phase "startup"; `earlier` are the phases of the run being resumed.
+    (seconds), for tests. Starts in phase "startup"; `earlier` is what was charged to the run being resumed.
     """
 
-    def __init__(self, seconds, allowance, now=time.monotonic, started=None, earlier=None):
+    def __init__(self, seconds, allowance, now=time.monotonic, started=None, earlier=0.0):
         self.seconds, self.allowance, self.now = seconds, allowance, now
         self.spent = {"startup": 0.0, "data": 0.0, "step": 0.0, "checkpoint": 0.0, "eval": 0.0}
-        self.earlier_charged = sum((earlier or {}).get(phase, 0.0) for phase in CHARGED)
+        self.earlier = earlier
         self.phase, self.since = "startup", now() if started is None else started
-        self.recent = deque(maxlen=50)  # charged seconds from the begin of one step to the begin of the next
-        self.mark = None  # charged seconds when the running step began
+        self.recent = deque(maxlen=50)  # seconds of a step of size 1: from its begin to the begin of the next
+        self.mark = None  # charged seconds when the running step began, and its size
 
     def enter(self, phase):
         """End the running phase, begin another."""
@@ -49,29 +49,35 @@ class BudgetClock:
         """Seconds charged so far, of earlier parts of a resumed run too."""
         spent = self.phases()
         free = min(spent["startup"], self.allowance)
-        return self.earlier_charged + sum(spent[phase] for phase in CHARGED) + spent["startup"] - free
+        return self.earlier + sum(spent[phase] for phase in CHARGED) + spent["startup"] - free
 
     def progress(self):
         """Share of the budget that is charged, 0 to 1."""
         return min(1.0, self.charged() / self.seconds) if self.seconds > 0 else 0.0
 
-    def step_begins(self):
-        """Note that a charged step begins here: what was charged since the last call is the length of a step."""
+    def step_begins(self, size=1.0):
+        """Note that a charged step begins here, with this share of the full batch: what was charged since the
+        last call is the length of a step."""
         charged = self.charged()
         if self.mark is not None:
-            self.recent.append(charged - self.mark)
-        self.mark = charged
+            self.expect((charged - self.mark[0]) / self.mark[1])
+        self.mark = charged, size
+
+    def expect(self, seconds):
+        """Count `seconds` among the lengths that full steps had lately."""
+        self.recent.append(seconds)
 
     def next_step(self):
-        """Upper estimate of the next step, seconds: the worst of the last 20, but a single stall counts at
+        """Upper estimate of the next full step, seconds: the worst of the last 20, but a single stall counts at
         most twice the median of the last 50, so that it can not end a run early."""
         if not self.recent:
             return 0.0
-        return min(max(list(self.recent)[-20:]), 2 * statistics.median(self.recent))
+        second_worst = sorted(self.recent)[-2:][0]
+        return min(max(list(self.recent)[-20:]), max(2 * statistics.median(self.recent), second_worst))
 
-    def fits(self, reserve, factor=1.0):
-        """Whether another step, `factor` times the size of the last ones, leaves `reserve` seconds."""
-        return self.charged() + factor * self.next_step() + reserve <= self.seconds
+    def fits(self, reserve, size=1.0):
+        """Whether another step, with this share of the full batch, leaves `reserve` seconds."""
+        return self.charged() + size * self.next_step() + reserve <= self.seconds
 
 
 def learning_rate(step, progress, warmup_steps, cooldown, final):

@@ -12,8 +12,8 @@ from torch import nn
 from config import ModelConfig
 from kernels import ops
 
-GATE_CHANNELS = 12  # channels of the stream that the value-embedding gates read
-SMEAR_CHANNELS = 24  # channels that the smear gate reads
+GATE_CHANNELS = 12  # channels of the stream that the value-embedding gates read, at most
+SMEAR_CHANNELS = 24  # channels that the smear gate reads, at most
 
 
 def value_layers(depth):
@@ -70,9 +70,9 @@ class GPT(nn.Module):
         self.x0_scale = weight(L)  # ... and gets this share of the embedding
         if self.value_slot:
             self.value_embed = weight(len(self.value_slot), vocab_size, K)
-            self.value_gate = weight(len(self.value_slot), self.kv_heads, GATE_CHANNELS)
+            self.value_gate = weight(len(self.value_slot), self.kv_heads, min(C, GATE_CHANNELS))
         if cfg.smear:
-            self.smear_gate = weight(1, SMEAR_CHANNELS)
+            self.smear_gate = weight(1, min(C, SMEAR_CHANNELS))
             self.smear_scale = weight(1)
         if cfg.backout:
             self.backout_scale = weight(1)
@@ -178,7 +178,7 @@ class GPT(nn.Module):
             k = ops.qk_norm_rotary(k, cos, sin, cfg.qk_gain)
             x = x + F.linear(ops.attention(q, k, v, self.windows[i]).reshape(B, T, H * D), out)
             x = x + ops.relu2_mlp(ops.rms_norm(x), up, down)
-            if cfg.backout and i == cfg.depth // 2:
+            if cfg.backout and i == max(0, min(cfg.depth // 2, cfg.depth - 2)):  # after the last one it scales only
                 middle = x
         if middle is not None:
             x = x - self.backout_scale.to(x.dtype) * middle

@@ -31,13 +31,15 @@ POLAR_EXPRESS = (
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
-# parameter: (learning-rate key, decay key, beta1, beta2, scales with width); betas as in nanochat's recipe
+# parameter: (learning-rate key, decay key, beta1, beta2, eps, scales with width); betas as in nanochat's recipe.
+# eps of the scalars: they enter where projections are still 0, so their first gradients are rounding noise, which a
+# tiny eps would turn into whole steps, different on every machine.
 ADAMW = {
-    "embed": ("embed_lr", "embed_decay", 0.8, 0.995, True),
-    "head": ("head_lr", "head_decay", 0.8, 0.96, True),
-    "value_embed": ("value_lr", "value_decay", 0.8, 0.995, True),
+    "embed": ("embed_lr", "embed_decay", 0.8, 0.995, 1e-10, True),
+    "head": ("head_lr", "head_decay", 0.8, 0.96, 1e-10, True),
+    "value_embed": ("value_lr", "value_decay", 0.8, 0.995, 1e-10, True),
 }
-ADAMW_OTHER = ("scalar_lr", None, 0.8, 0.95, False)
+ADAMW_OTHER = ("scalar_lr", None, 0.8, 0.95, 1e-5, False)
 MUON = ("query", "key", "value", "out", "up", "down")
 EPS = 1e-10
 
@@ -78,14 +80,14 @@ def muon_update(p, grad, buffer, second, lr, momentum, decay, variance_beta, dty
     p.sub_(lr * (update + decay * p * (update * p > 0)))
 
 
-def adamw_update(p, grad, first, second, lr, decay, beta1, beta2, t):
+def adamw_update(p, grad, first, second, lr, decay, beta1, beta2, t, eps=EPS):
     """One AdamW step (arXiv:1711.05101), in place.
 
-    p, grad, first, second: (n,) float32; lr, decay, beta1, beta2: 0-dim or (n,); t: 0-dim, the step from 1.
+    p, grad, first, second: (n,) float32; lr, decay, beta1, beta2, eps: 0-dim or (n,); t: 0-dim, the step from 1.
     """
     first.lerp_(grad, 1 - beta1)
     second.lerp_(grad.square(), 1 - beta2)
-    size = (second / (1 - beta2**t)).sqrt() + EPS
+    size = (second / (1 - beta2**t)).sqrt() + eps
     p.mul_(1 - lr * decay)
     p.sub_(lr / (1 - beta1**t) * first / size)
 
@@ -135,11 +137,12 @@ class Group:
     names: list[str]
     params: list
     unit: tuple  # what is never divided between ranks: (m, n) for Muon, () for AdamW
-    total: int  # units in all, padding included
+    count: int  # units in all ...
+    total: int  # ... and with the padding
     share: int  # units this rank updates
     start: int  # ... from this one on
     state: dict  # of the share
-    constant: dict  # tensors: learning rate, decay, betas
+    constant: dict  # tensors: learning rate, decay, betas, eps
 
 
 class MuonAdamW:
@@ -193,9 +196,9 @@ class MuonAdamW:
 
     @staticmethod
     def _adamw_constants(cfg, name, width):
-        lr, decay, beta1, beta2, by_width = ADAMW.get(name, ADAMW_OTHER)
+        lr, decay, beta1, beta2, eps, by_width = ADAMW.get(name, ADAMW_OTHER)
         lr = getattr(cfg, lr) * (width if by_width else 1.0)
-        return {"lr": lr, "decay": getattr(cfg, decay) if decay else 0.0, "beta1": beta1, "beta2": beta2}
+        return {"lr": lr, "decay": getattr(cfg, decay) if decay else 0.0, "beta1": beta1, "beta2": beta2, "eps": eps}
 
     def _add(self, kind, members, **constant):
         names, params = [name for name, _ in members], [p for _, p in members]
@@ -211,7 +214,7 @@ class MuonAdamW:
         else:
             state = {"first": zeros, "second": zeros.clone()}
         constant = {k: self._tensor(v) for k, v in constant.items()}
-        self.groups.append(Group(kind, names, params, tuple(unit), total, share, start, state, constant))
+        self.groups.append(Group(kind, names, params, tuple(unit), count, total, share, start, state, constant))
 
     def set_hyper(self, lr_scale, momentum, decay_scale):
         """Set what the schedule moves: factor on every learning rate, Muon's momentum, factor on Muon's decay."""
@@ -266,9 +269,12 @@ class MuonAdamW:
             decay = c["decay"] * self.decay_scale
             self._muon(p, grad, s["buffer"], s["second"], lr, self.momentum, decay, c["variance_beta"], self.dtype)
         else:
-            self._adamw(p, grad, s["first"], s["second"], lr, c["decay"], c["beta1"], c["beta2"], self.step_count)
+            args = s["first"], s["second"], lr, c["decay"], c["beta1"], c["beta2"], self.step_count, c["eps"]
+            self._adamw(p, grad, *args)
 
     def _step_table(self, ngram):
+        if not ngram:
+            raise RuntimeError("parameter ngram has no gradient: pass its reads, (ids, grad), to step")
         ids, grad = torch.cat([i for i, _ in ngram]), torch.cat([g for _, g in ngram])
         if self.world > 1:  # every rank makes the same update from everybody's reads
             mine = ids, grad
@@ -294,20 +300,25 @@ class MuonAdamW:
                     full = part.new_empty(group.total, *part.shape[1:])
                     dist.all_gather_into_tensor(full, part)
                     part = full
-                count = sum(p.numel() for p in group.params) // max(1, torch.Size(group.unit).numel())
-                out[f"{'+'.join(group.names)}.{key}"] = part[:count].clone()
+                out[f"{'+'.join(group.names)}.{key}"] = part[: group.count].clone()
         if self.table is not None:
             out["ngram.second"] = self.table_state["second"].clone()
         return out
 
     def load_state_dict(self, state):
-        """Take over a `state_dict`, made by any number of ranks."""
+        """Take over a `state_dict`, made by any number of ranks. Raises ValueError where it is of another model."""
+        mine = {f"{'+'.join(g.names)}.{key}": (g, part) for g in self.groups for key, part in g.state.items()}
+        shapes = {name: (group.count, *part.shape[1:]) for name, (group, part) in mine.items()}
+        if self.table is not None:
+            shapes["ngram.second"] = tuple(self.table_state["second"].shape)
+        given = {name: tuple(t.shape) for name, t in state.items() if name != "t"}
+        for name in sorted(shapes.keys() | given.keys()):
+            if shapes.get(name) != given.get(name):
+                raise ValueError(f"optimizer state {name} is {given.get(name)}, this model needs {shapes.get(name)}")
         self.t = int(state["t"])
-        for group in self.groups:
-            for key, part in group.state.items():
-                full = state[f"{'+'.join(group.names)}.{key}"].to(self.device)
-                mine = full[group.start : group.start + group.share]
-                part.zero_()
-                part[: mine.size(0)].copy_(mine)
+        for name, (group, part) in mine.items():
+            own = state[name][group.start : group.start + group.share].to(self.device)
+            part.zero_()
+            part[: own.size(0)].copy_(own)
         if self.table is not None:
             self.table_state["second"].copy_(state["ngram.second"])

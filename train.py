@@ -203,7 +203,7 @@ def main():
     forward = torch.compile(model, backend=rt.backend, dynamic=False) if rt.backend else model
     optimizer = MuonAdamW(model, cfg.optim, rank, world, rt.dtype, rt.backend)
 
-    step, tokens, startup_tokens, earlier = 0, 0, 0, None
+    step, tokens, startup_tokens, earlier = 0, 0, 0, 0.0
     if resume:
         weights, optim_state, state = checkpoint.load(resume)
         if state["tokenizer"] != tokenizer.checksum:
@@ -211,7 +211,7 @@ def main():
         model.load_state_dict(weights, strict=True)
         optimizer.load_state_dict(optim_state)
         loader.restore(state["loader"])
-        step, tokens, earlier = state["step"], state["tokens"], state["phases"]
+        step, tokens, earlier = state["step"], state["tokens"], state["charged"]
         startup_tokens = tokens
     clock = BudgetClock(cfg.budget.seconds, cfg.budget.startup_allowance, started=STARTED, earlier=earlier)
     first_step, last_startup = step, step + cfg.budget.startup_steps
@@ -230,7 +230,7 @@ def main():
     def save(name):
         state = {
             "step": step, "tokens": tokens, "tokenizer": tokenizer.checksum, "config": config_to_toml(cfg),
-            "loader": loader.state(), "phases": clock.phases(), "git_commit": environment["git_commit"],
+            "loader": loader.state(), "charged": clock.charged(), "git_commit": environment["git_commit"],
         }  # fmt: skip
         optim_state = optimizer.state_dict()  # collective: every rank takes part
         if rank == 0:
@@ -261,12 +261,13 @@ def main():
 
         # does another step fit? every rank has its own clock, and all must do the same
         clock.enter("data" if charged_step else "startup")
+        progress = step / cfg.budget.steps if by_steps else clock.progress()
+        share = schedule.batch_share(progress, cfg.train.batch_warmup)
         if charged_step:
-            clock.step_begins()
-        spent = step >= cfg.budget.steps if by_steps else not clock.fits(reserve)
+            clock.step_begins(share)
+        spent = step >= cfg.budget.steps if by_steps else not clock.fits(reserve, share)
         stop = SIGNAL if signals else BUDGET if spent else GO
         wants_eval = cfg.eval.every > 0 and clock.charged() >= next_eval
-        progress = step / cfg.budget.steps if by_steps else clock.progress()
         stop, wants_eval, progress = runtime.agree((stop, wants_eval, progress), world)
         if stop != GO:
             break
@@ -280,7 +281,8 @@ def main():
             clock.enter("data" if charged_step else "startup")
 
         # one step
-        share = schedule.batch_share(progress, cfg.train.batch_warmup)
+        began = clock.total()
+        share = schedule.batch_share(progress, cfg.train.batch_warmup)  # once more: the ranks have agreed on progress
         batches = [(x.to(rt.device), y.to(rt.device)) for x, y in loader.next(round(share * rank_rows / micro_rows))]
         clock.enter("step" if charged_step else "startup")
         t, o = cfg.train, cfg.optim
@@ -293,6 +295,8 @@ def main():
         tokens += step_tokens
         if not charged_step:
             startup_tokens = tokens
+            if step == last_startup:
+                clock.expect((clock.total() - began) / share)
 
         # now and then: look at the loss, write a line, keep a copy of weights that are known to be sound
         if step % cfg.run.log_every == 0 or step == first_step + 1:

@@ -131,4 +131,4 @@ def head_loss(x, weight, targets, cap):
 def head_losses(x, weight, targets, cap):
     """Cross-entropy of every position, (N,) float32, 0 where the target is negative. For evaluation."""
     logits = softcap(F.linear(x, weight), cap)
-    return F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
+    return F.cross_entropy(logits, targets.clamp(min=-1), ignore_index=-1, reduction="none")

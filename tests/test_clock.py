@@ -78,7 +78,7 @@ def test_a_budget_of_zero_has_no_progress():
 
 def handed_over(clock):
     """What a checkpoint keeps of a clock for the one of the resumed run: see `save` in train.py."""
-    return clock.phases()
+    return clock.charged()
 
 
 def test_a_resumed_run_goes_on_where_the_charged_time_was():
@@ -108,7 +108,7 @@ def test_startup_beyond_the_allowance_stays_charged_after_a_resume():
 
 def test_resuming_twice_forgets_nothing():
     time = FakeTime()
-    charged, earlier = 0.0, None
+    charged, earlier = 0.0, 0.0
     for part in (100, 80, 60, 40):
         clock = BudgetClock(300.0, 10.0, now=time, earlier=earlier)
         assert clock.charged() == about(charged)
@@ -193,7 +193,7 @@ def test_evaluation_is_no_part_of_a_step():
     assert clock.next_step() == about(1.5) and clock.charged() == about(7.5)
 
 
-def test_fits_counts_a_larger_step_by_its_factor():
+def test_fits_counts_a_larger_step_by_its_size():
     time = FakeTime()
     clock = BudgetClock(10.0, 0.0, now=time)
     assert clock.next_step() == 0.0
@@ -203,7 +203,29 @@ def test_fits_counts_a_larger_step_by_its_factor():
         time.t += 1
     clock.step_begins()  # 4 charged, steps of 1
     assert clock.fits(5.0) and not clock.fits(5.01)
-    assert clock.fits(4.0, factor=2.0) and not clock.fits(4.01, factor=2.0)
+    assert clock.fits(4.0, size=2.0) and not clock.fits(4.01, size=2.0)
+
+
+def test_a_batch_that_grows_is_foreseen():
+    """Batch warm-up: from the first full batch on, steps take as many times longer as the batch is larger."""
+    time = FakeTime()
+    clock = BudgetClock(20.0, 0.0, now=time)
+    for size, length in [(0.25, 0.5)] * 10 + [(0.5, 1.0)] * 5:
+        clock.enter("data")
+        clock.step_begins(size)
+        spend(clock, time, "step", length)
+    clock.enter("data")
+    clock.step_begins(1.0)  # 10 charged
+    assert clock.fits(8.0, 1.0) and not clock.fits(8.01, 1.0)
+    assert clock.fits(9.0, 0.5) and not clock.fits(9.01, 0.5)
+
+
+def test_the_first_charged_step_is_as_long_as_expected():
+    time = FakeTime()
+    clock = BudgetClock(10.0, 0.0, now=time)
+    clock.expect(3.0)
+    clock.step_begins()
+    assert clock.fits(7.0) and not clock.fits(7.01)
 
 
 def test_nothing_fits_when_the_allowance_has_eaten_the_budget():
