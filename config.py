@@ -54,9 +54,10 @@ class ModelConfig:
     window: int = 256  # keys a query sees in an S layer, itself included
     rope_base: float = 100000.0  # of the rotary embedding: its frequencies fall from 1 to about 1 / rope_base
     qk_gain: float = 1.2  # on each of q and k after their norm: sharper attention at start
-    softcap: float = 15.0  # logits = softcap * tanh(logits / softcap)
+    softcap: float = 15.0  # logits = softcap * tanh(logits / softcap); 0 means no cap
     value_embeds: bool = True  # a token -> value table on every second layer, the last included
     smear: bool = False  # add a gated share of the previous token's embedding
+    key_offset: bool = False  # slow half of a key's rotary pairs comes from the token before: eases copying
     backout: bool = False  # subtract a share of the mid-depth residual before the head
     ngram_orders: list[int] = field(default_factory=list)  # e.g. [2, 3]: hashed n-gram tables
     ngram_rows: int = 65536  # rows of each n-gram table
@@ -157,7 +158,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "model.window": (1, 2**20),
     "model.rope_base": (1, 10**12),
     "model.qk_gain": (0.01, 100),
-    "model.softcap": (0.1, 10**4),
+    "model.softcap": (0, 10**4),
     "model.ngram_orders": (2, 8),
     "model.ngram_rows": (2, 2**28),
     "train.batch_tokens": (2, 2**30),

@@ -81,6 +81,8 @@ class GPT(nn.Module):
         cos, sin = ops.rotary_tables(cfg.seq_len, cfg.head_dim, cfg.rope_base)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
+        slow = torch.arange(cfg.head_dim) % (cfg.head_dim // 2) >= cfg.head_dim // 4  # pairs are (i, i + D/2)
+        self.register_buffer("slow_pairs", slow, persistent=False)
         self.init_weights(seed)
 
     @torch.no_grad()
@@ -170,6 +172,8 @@ class GPT(nn.Module):
             q = F.linear(h, query).view(B, T, H, D)
             k = F.linear(h, key).view(B, T, K, D)
             v = F.linear(h, value).view(B, T, K, D)
+            if cfg.key_offset:  # a query can look for what follows a token: record 49 of modded-nanogpt
+                k = torch.where(self.slow_pairs, torch.cat((k[:, :1], k[:, :-1]), dim=1), k)
             if i in self.value_slot:
                 slot = self.value_slot[i]
                 gate = 3 * torch.sigmoid(F.linear(h[..., :GATE_CHANNELS], value_gate[slot]))  # (B, T, K)

@@ -18,7 +18,8 @@ from model import GPT, ngram_hash, value_layers, windows
 PLAIN = {"depth": 2, "width": 24, "head_dim": 6, "seq_len": 19, "mlp_ratio": 2.5, "value_embeds": False}
 EVERYTHING = {
     "depth": 3, "width": 32, "head_dim": 8, "kv_heads": 2, "seq_len": 21, "mlp_ratio": 1.5, "window_pattern": "SL",
-    "window": 4, "value_embeds": True, "smear": True, "backout": True, "ngram_orders": [2, 3], "ngram_rows": 37,
+    "window": 4, "value_embeds": True, "smear": True, "key_offset": True, "backout": True,
+    "ngram_orders": [2, 3], "ngram_rows": 37,
     "softcap": 4.0, "qk_gain": 1.4, "rope_base": 1000.0,
 }  # fmt: skip
 OPTIONS = {
@@ -30,6 +31,8 @@ OPTIONS = {
     "value_embeds": {"value_embeds": True},
     "smear": {"smear": True},
     "backout": {"backout": True, "depth": 3},
+    "key_offset": {"key_offset": True},
+    "no_softcap": {"softcap": 0.0},
     "ngram": {"ngram_orders": [2, 4], "ngram_rows": 11},
     "one_layer": {"depth": 1, "value_embeds": True},
     "everything": EVERYTHING,
@@ -99,6 +102,9 @@ def reference_logits(weights, cfg, idx, ngram_ids):
         x = w["resid_scale"][i] * x + w["x0_scale"][i] * start
         h = norm(x)
         q, k, v = (h @ w[name][i].T for name in ("query", "key", "value"))
+        if cfg.key_offset:
+            slow = [c for c in range(k.size(1)) if D // 4 <= c % (D // 2)]
+            k = torch.stack([k[t].index_copy(0, torch.tensor(slow), k[max(t - 1, 0), slow]) for t in range(T)])
         short = cfg.window_pattern[i % len(cfg.window_pattern)] == "S" and i != cfg.depth - 1
         reach = cfg.window if short else T
         heads = []
@@ -123,7 +129,7 @@ def reference_logits(weights, cfg, idx, ngram_ids):
     if cfg.backout:
         x = x - w["backout_scale"] * middle
     logits = norm(x) @ w["head"].T
-    return cfg.softcap * torch.tanh(logits / cfg.softcap)
+    return cfg.softcap * torch.tanh(logits / cfg.softcap) if cfg.softcap else logits
 
 
 def doubles(model):

@@ -32,7 +32,8 @@ SEQ_LEN, HEAD_DIM, VOCAB = 512, 64, 4096
 # nanochat's architecture as settings of nanotrn; depth and width are added. Every key of [model] is here.
 MODEL = {
     "head_dim": HEAD_DIM, "kv_heads": 0, "seq_len": SEQ_LEN, "mlp_ratio": 4.0, "window_pattern": "L", "window": 256,
-    "rope_base": 100000.0, "qk_gain": 1.2, "softcap": 15.0, "value_embeds": True, "smear": True, "backout": True,
+    "rope_base": 100000.0, "qk_gain": 1.2, "softcap": 15.0, "value_embeds": True, "smear": True,
+    "key_offset": False, "backout": True,
     "ngram_orders": [], "ngram_rows": 65536,
 }  # fmt: skip
 
