@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 QUERY_BLOCK = 256  # queries whose scores exist at one time in attention on a CPU
-HEAD_CHUNK = 512  # tokens whose logits exist at one time in head_loss: what fits in a CPU core's cache
+HEAD_CHUNK = 256  # tokens whose logits exist at one time in head_loss on a CPU: they stay in a core's cache ...
+DEVICE_CHUNK = 4096  # ... and elsewhere: few large products
 
 
 def rms_norm(x):
@@ -88,11 +89,12 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, targets, cap):
+        chunk = HEAD_CHUNK if x.device.type == "cpu" else DEVICE_CHUNK
         total = torch.zeros((), dtype=torch.float32, device=x.device)
         scale = 1.0 / (targets >= 0).sum().clamp(min=1).float()
         dx = []
         dw = torch.zeros_like(weight, dtype=torch.float32)
-        for xc, tc in zip(x.split(HEAD_CHUNK), targets.split(HEAD_CHUNK), strict=True):
+        for xc, tc in zip(x.split(chunk), targets.split(chunk), strict=True):
             raw = (xc @ weight.T).float()  # (n, V)
             if cap:
                 squashed = torch.tanh(raw / cap)
