@@ -247,7 +247,7 @@ def main():
         signal.signal(number, on_signal)
 
     by_steps = cfg.budget.steps > 0
-    reserve, next_eval, printed, scores = 0.0, cfg.eval.every, -math.inf, {}
+    reserve, next_eval, printed, repeats, scores = 0.0, cfg.eval.every, -math.inf, False, {}
     logged_tokens, logged_charged = tokens, clock.charged()
     good = candidate = snapshot(step, tokens, model, optimizer, loader)
     log_file = open(run / "log.jsonl", "a") if rank == 0 else None
@@ -315,6 +315,9 @@ def main():
             }  # fmt: skip
             if rank == 0:
                 log(log_file, record)
+                if loader.epoch > 1 and not repeats:
+                    repeats = True
+                    tqdm.write(f"note: the text repeats from step {step} on; more text or a larger model may do better")
                 left = (
                     f"step {step} of {cfg.budget.steps}" if by_steps else f"{cfg.budget.seconds - charged:.0f} s left"
                 )
