@@ -30,8 +30,8 @@ class ConfigError(Exception):
 @dataclass
 class RunConfig:
     dir: str = ""  # output folder; empty means runs/<config name>-<date>-<time>
-    seed: int = 0  # weights, data order and evaluation draws all follow from it
-    log_every: int = 10  # steps between log lines; reading the loss is the only device sync
+    seed: int = 0  # the first weights and the order of the data follow from it
+    log_every: int = 10  # steps between log lines; the loss is read, and checked, only there and at the end
 
 
 @dataclass
@@ -109,7 +109,7 @@ class EvalConfig:
     every: float = 0.0  # charged seconds between evaluations during the run; 0 means only at the end
     tokens: int = 0  # validation tokens to score; 0 means the whole split
     batch_rows: int = 8  # rows of one evaluation batch on one rank
-    max_seconds: float = 600.0  # an evaluation stops here and says how much it did
+    max_seconds: float = 600.0  # each layout is scored for so long at most; val_complete says whether it was whole
     packed: bool = True  # also score rows packed from BOS, as nanochat lays them out
     icl: bool = True  # in-context-learning scores
 

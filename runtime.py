@@ -6,8 +6,10 @@ import resource
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -85,6 +87,8 @@ def devices():
         found["cuda"] = torch.cuda.device_count()
     if hasattr(torch, "neuron") and (count := torch.neuron.device_count()):  # registered by torch-neuronx
         found["neuron"] = count
+    if find_spec("torch_xla") and find_spec("torch_neuronx"):
+        os.environ.setdefault("PJRT_DEVICE", "NEURON")
     if os.environ.get("PJRT_DEVICE") == "NEURON" and find_spec("torch_xla"):  # without it, XLA runs on the CPU
         found["xla"] = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return found | {"cpu": sys.maxsize}
@@ -104,14 +108,17 @@ def fast_dtype(kind):
 
 
 def compile_backend(choice, kind):
-    """torch.compile's backend, or "". "auto" compiles where the compiler that inductor calls is there."""
+    """torch.compile's backend, or "". "auto" compiles where inductor finds a compiler and Python's headers."""
     if choice == "off" or kind == "xla":  # XLA compiles what it traces, by itself
         return ""
     if kind == "neuron":
         return "neuron"
-    if kind == "cpu" and not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
+    compiler = any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++"))
+    headers = Path(sysconfig.get_path("include"), "Python.h").exists()
+    if kind == "cpu" and not (compiler and headers):
         if choice == "on":
-            raise ConfigError('runtime.compile = "on": no C++ compiler found (g++, clang++); install one or use "off"')
+            missing = "Python's headers (python3-dev)" if compiler else "C++ compiler (g++, clang++)"
+            raise ConfigError(f'runtime.compile = "on": no {missing} found; install it or use "off"')
         return ""
     return "inductor"
 
@@ -128,6 +135,14 @@ def synchronize(device):
         torch_xla.sync(wait=True)
 
 
+def cut_graph(device):
+    """On XLA, run what was traced so far, else it piles up in one graph; elsewhere nothing. Waits for nothing."""
+    if device == "xla" or getattr(device, "type", "") == "xla":
+        import torch_xla
+
+        torch_xla.sync()
+
+
 def agree(numbers, world):
     """The largest of each of these numbers over all ranks, the same on every rank. One collective, on the hosts."""
     if world == 1:
@@ -139,8 +154,9 @@ def agree(numbers, world):
 
 @cache
 def control_group():
-    """A gloo group for what the hosts decide together, so that no device is waited for."""
-    return dist.new_group(backend="gloo")
+    """A gloo group for what the hosts decide together, so that no device is waited for. Patient: ranks wait in it
+    while rank 0 downloads and tokenises."""
+    return dist.new_group(backend="gloo", timeout=timedelta(days=1))
 
 
 def rank0_first(world, rank, f):
@@ -158,17 +174,19 @@ def rank0_first(world, rank, f):
     return f()
 
 
-def peak_flops(device, dtype, n=1024, seconds=0.3):
-    """Multiply-adds x 2 a second of an n x n matrix product, the best of what fits into `seconds` and of three at
+def peak_flops(device, dtype, seconds=0.3):
+    """Multiply-adds x 2 a second of a large matrix product, the best of what fits into `seconds` and of three at
     least: the measured peak that MFU is stated against. Ranks on one CPU measure at once: each gets its share."""
+    n = 1024 if device.type == "cpu" else 4096
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     times = []
     while sum(times) < seconds or len(times) < 4:
         synchronize(device)
         began = time.perf_counter()
-        a @ b
+        product = a @ b  # kept: XLA computes only what somebody holds
         synchronize(device)
         times.append(time.perf_counter() - began)
+        del product
     return 2 * n**3 / min(times[1:])
 
 
@@ -192,9 +210,11 @@ def environment(runtime: Runtime):
 
     def git(*args):
         try:
-            return subprocess.run(
-                ("git", "-C", str(root), *args), capture_output=True, text=True, timeout=10, check=True
-            ).stdout.strip()
+            return (
+                subprocess.run(("git", "-C", str(root), *args), capture_output=True, timeout=10, check=True)
+                .stdout.decode(errors="replace")
+                .strip()
+            )
         except (OSError, subprocess.SubprocessError):
             return None
 

@@ -37,7 +37,7 @@ from model import GPT
 from optim import MuonAdamW
 
 GO, BUDGET, SIGNAL, BAD_LOSS = range(4)  # why to stop; where ranks differ, the largest counts
-SNAPSHOT_SECONDS = 15.0  # charged seconds between two copies of the weights, kept in case the loss explodes
+SNAPSHOT_SECONDS = 30.0  # charged seconds between two copies of the weights, kept in case the loss explodes
 LINE_SECONDS = 5.0  # least time between two progress lines where the output is no terminal
 
 
@@ -50,36 +50,48 @@ def parse_args():
     source.add_argument("--resume", metavar="RUN", help="continue the run in this folder from its newest checkpoint")
     parser.add_argument("--set", metavar="KEY=VALUE", nargs="+", action="extend", default=[], help="override a setting")
     parser.add_argument("--overwrite", action="store_true", help="replace the run folder if it exists")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.resume and args.overwrite:
+        parser.error("--overwrite would delete what --resume continues")
+    return args
 
 
-def open_run(args, cfg, rank, world):
-    """Make the run folder on rank 0 and tell every rank its path. Raises ConfigError where it holds another run."""
+def choose_run(args, cfg, rank, world):
+    """The run folder, the same on every rank. Raises ConfigError where it holds another run."""
     choice = [cfg.run.dir or f"runs/{Path(args.config or args.resume).stem}-{datetime.now():%Y%m%d-%H%M%S}"]
     if world > 1:
-        dist.broadcast_object_list(choice, src=0)
+        dist.broadcast_object_list(choice, src=0, group=runtime.control_group())
     cfg.run.dir = choice[0]
     run = Path(cfg.run.dir)
 
-    def make():
-        if rank > 0 or args.resume:
-            return run
-        if run.exists() and (not run.is_dir() or any(run.iterdir())):
+    def check():
+        if rank == 0 and not args.resume and run.exists() and (not run.is_dir() or any(run.iterdir())):
             if not args.overwrite:
                 raise ConfigError(
                     f'run.dir = "{run}" exists already; choose another, or use --overwrite or --resume {run}'
                 )
             if not (run / "config.toml").exists():
                 raise ConfigError(f'run.dir = "{run}" is not a run folder (no config.toml in it): not overwritten')
-            shutil.rmtree(run)
+        return run
+
+    return runtime.rank0_first(world, rank, check)
+
+
+def make_run(args, cfg, run, rank, world):
+    """Make the run folder on rank 0, now that the data is known to be sound; only here is another one replaced."""
+
+    def make():
+        if rank > 0:
+            return
         try:
+            if args.overwrite and run.exists():
+                shutil.rmtree(run)
             (run / "checkpoints").mkdir(parents=True, exist_ok=True)
             (run / "config.toml").write_text(config_to_toml(cfg))
         except OSError as error:
             raise ConfigError(f'run.dir = "{run}" can not be written: {error}') from error
-        return run
 
-    return runtime.rank0_first(world, rank, make)
+    runtime.rank0_first(world, rank, make)
 
 
 def train_step(model, forward, optimizer, batches):
@@ -109,20 +121,21 @@ def mean_over_ranks(loss, world):
     return float(loss) / world
 
 
-def evaluate(cfg, rt, model, splits, tokenizer, stream):
-    """All scores of the model as {name: number}. Every rank takes part and gets the same."""
+def evaluate(cfg, rt, model, splits, tokenizer, stream, signals):
+    """All scores of the model as {name: number}. Every rank takes part and gets the same. Ends early on a signal."""
     token_bytes = torch.from_numpy(tokenizer.token_bytes).to(rt.device)
+    limit = {"max_seconds": cfg.eval.max_seconds, "clock": lambda: math.inf if signals else time.monotonic()}
     where = {"rank": rt.rank, "world": rt.world, "device": rt.device}
     score = val_bpb(
         model, stream, cfg.model.seq_len, tokenizer.token_bytes, cfg.eval.batch_rows,
-        max_tokens=cfg.eval.tokens, max_seconds=cfg.eval.max_seconds, **where,
+        max_tokens=cfg.eval.tokens, **limit, **where,
     )  # fmt: skip
     out = {"val_bpb": score["bpb"], "val_tokens": score["tokens"], "val_complete": score["complete"]}
     if cfg.eval.packed:
         batches = packed_val_batches(
             splits["val"], cfg.model.seq_len, cfg.eval.batch_rows, tokenizer.bos_id, max_tokens=cfg.eval.tokens, **where
         )
-        out["val_bpb_packed"] = evaluate_bpb(model, batches, len(batches), token_bytes, rt.world)
+        out["val_bpb_packed"] = evaluate_bpb(model, batches, len(batches), token_bytes, rt.world, **limit)
     if cfg.eval.icl:
         out |= icl_scores(
             model, stream, cfg.model.seq_len, tokenizer.vocab_size, tokenizer.bos_id, cfg.eval.batch_rows, **where
@@ -130,10 +143,10 @@ def evaluate(cfg, rt, model, splits, tokenizer, stream):
     return out
 
 
-def snapshot(step, tokens, model, optimizer, loader, charged=0.0):
+def snapshot(step, tokens, model, optimizer, loader):
     """A copy in memory of all that training changes."""
     tensors = {name: t.detach().clone() for name, t in (model.state_dict() | optimizer.own_state()).items()}
-    return {"step": step, "tokens": tokens, "loader": loader.state(), "charged": charged, "t": optimizer.t} | tensors
+    return {"step": step, "tokens": tokens, "loader": loader.state(), "t": optimizer.t} | tensors
 
 
 def restore(copy, model, optimizer, loader):
@@ -146,16 +159,16 @@ def restore(copy, model, optimizer, loader):
     return copy["step"], copy["tokens"]
 
 
-def measure_save(run, save):
-    """Seconds to keep for the final checkpoint: the worst of three trials, which are deleted, and a margin as wide
-    as they differ."""
+def measure_save(run, save, rank):
+    """Seconds to keep for the final checkpoint: a tenth more than the worst of three trials, which are deleted."""
     took = []
     for _ in range(3):
         began = time.monotonic()
         save("trial")
         took.append(time.monotonic() - began)
-    shutil.rmtree(run / "checkpoints" / "trial", ignore_errors=True)
-    return max(took) + max(max(took) - min(took), 0.05 * max(took)) + 0.01
+    if rank == 0:
+        shutil.rmtree(run / "checkpoints" / "trial", ignore_errors=True)
+    return 1.1 * max(took) + 0.01
 
 
 def log(file, record):
@@ -180,7 +193,7 @@ def main():
         raise ConfigError(f"--resume {run_dir}: no checkpoint in {run_dir / 'checkpoints'}")
 
     rt = runtime.start(cfg.runtime)
-    run = open_run(args, cfg, rank, world)
+    run = choose_run(args, cfg, rank, world)
     say = print if rank == 0 else lambda *_, **__: None
 
     # data: rank 0 downloads, trains the tokenizer and tokenises; the others then find it in the cache
@@ -191,6 +204,7 @@ def main():
         return tokenizer, {s: tokenize_split(corpus, s, tokenizer, cache, log=say) for s in ("train", "val")}
 
     tokenizer, splits = runtime.rank0_first(world, rank, prepare)
+    make_run(args, cfg, run, rank, world)
     T = cfg.model.seq_len
     stream = val_stream(splits["val"], tokenizer.bos_id, T)
     rank_rows = cfg.train.batch_tokens // (world * T)
@@ -204,24 +218,35 @@ def main():
     forward = torch.compile(model, backend=rt.backend, dynamic=False) if rt.backend else model
     optimizer = MuonAdamW(model, cfg.optim, rank, world, rt.dtype, rt.backend)
 
-    step, tokens, startup_tokens, earlier = 0, 0, 0, 0.0
+    step, tokens, startup_tokens, earlier, reserve = 0, 0, 0, 0.0, 0.0
     if resume:
-        weights, optim_state, state = checkpoint.load(resume)
-        if state["tokenizer"] != tokenizer.checksum:
-            raise DataError(f"{resume} was trained with another tokenizer: is data.path or data.vocab_size changed?")
-        model.load_state_dict(weights, strict=True)
-        optimizer.load_state_dict(optim_state)
-        loader.restore(state["loader"])
-        step, tokens, earlier = state["step"], state["tokens"], state["charged"]
+        try:
+            weights, optim_state, state = checkpoint.load(resume)
+            if state["tokenizer"] != tokenizer.checksum:
+                raise DataError(
+                    f"{resume} was trained with another tokenizer: is data.path or data.vocab_size changed?"
+                )
+            model.load_state_dict(weights, strict=True)
+            optimizer.load_state_dict(optim_state)
+            loader.restore(state["loader"])
+            step, tokens, earlier, reserve = (state[k] for k in ("step", "tokens", "charged", "reserve"))
+        except (OSError, RuntimeError, ValueError, KeyError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ConfigError(
+                f"--resume {run_dir}: {resume.name} does not fit this model or is damaged: {reason}"
+            ) from None
         startup_tokens = tokens
-    clock = BudgetClock(cfg.budget.seconds, cfg.budget.startup_allowance, started=STARTED, earlier=earlier)
+    # free are the allowance and what came before: imports, downloads, the tokenizer
+    allowance = cfg.budget.startup_allowance + time.monotonic() - STARTED
+    clock = BudgetClock(cfg.budget.seconds, allowance, started=STARTED, earlier=earlier)
     first_step, last_startup = step, step + cfg.budget.startup_steps
 
     peak = runtime.peak_flops(rt.device, rt.dtype)
     counts, flops = model.parameter_counts(), model.flops_per_token()
     environment = runtime.environment(rt) | {"peak_flops": peak, "tokenizer": tokenizer.checksum}
     if rank == 0:
-        (run / "environment.json").write_text(json.dumps(environment, indent=2))
+        name = f"environment-{step}.json" if resume else "environment.json"
+        (run / name).write_text(json.dumps(environment, indent=2))
     say(f"device {rt.device}, {world} rank(s), {environment['dtype']}, compile {environment['compile']}, "
         f"{peak / 1e9:.0f} GFLOPS measured peak a rank")  # fmt: skip
     say("parameters " + ", ".join(f"{name} {n:,}" for name, n in counts.items()) + f"; {flops / 1e6:.1f} MFLOP a token")
@@ -231,34 +256,42 @@ def main():
     def save(name):
         state = {
             "step": step, "tokens": tokens, "tokenizer": tokenizer.checksum, "config": config_to_toml(cfg),
-            "loader": loader.state(), "charged": clock.charged(), "git_commit": environment["git_commit"],
+            "loader": loader.state(), "charged": clock.charged() + reserve, "reserve": reserve,
+            "git_commit": environment["git_commit"],
         }  # fmt: skip
         optim_state = optimizer.state_dict()  # collective: every rank takes part
         if rank == 0:
             checkpoint.save(run / "checkpoints" / name, model.state_dict(), optim_state, state)
 
-    signals = []
+    signals, asked_at = [], []
 
     def on_signal(number, _):
+        # one stop may arrive twice, sent to the group and handed on by a parent; only a later Ctrl-C means it
+        if signals and number == signal.SIGINT and time.monotonic() - asked_at[0] > 2:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        asked_at.append(time.monotonic())
         signals.append(number)
-        signal.signal(number, signal.SIG_DFL)  # the second one kills
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
 
     by_steps = cfg.budget.steps > 0
-    reserve, next_eval, printed, repeats, scores = 0.0, cfg.eval.every, -math.inf, False, {}
+    next_eval, printed, repeats = earlier + cfg.eval.every, -math.inf, False
     logged_tokens, logged_charged = tokens, clock.charged()
     good = candidate = snapshot(step, tokens, model, optimizer, loader)
-    log_file = open(run / "log.jsonl", "a") if rank == 0 else None
+    log_file, eval_file = (open(run / name, "a") if rank == 0 else None for name in ("log.jsonl", "evals.jsonl"))
+    taken, loss = earlier, None
     bar = tqdm(
         total=cfg.budget.steps if by_steps else cfg.budget.seconds, dynamic_ncols=True,
         disable=rank > 0 or not sys.stderr.isatty(), bar_format="{percentage:3.0f}%|{bar}| {desc}",
     )  # fmt: skip
     while True:
         charged_step = step >= last_startup
+        if step == last_startup:
+            logged_tokens, logged_charged = tokens, clock.charged()
         if step == last_startup and not by_steps:  # start-up ends: learn, before the clock runs, what saving costs
-            reserve = measure_save(run, save)
+            reserve = measure_save(run, save, rank)
 
         # does another step fit? every rank has its own clock, and all must do the same
         clock.enter("data" if charged_step else "startup")
@@ -269,14 +302,14 @@ def main():
         spent = step >= cfg.budget.steps if by_steps else not clock.fits(reserve, share)
         stop = SIGNAL if signals else BUDGET if spent else GO
         wants_eval = cfg.eval.every > 0 and clock.charged() >= next_eval
-        stop, wants_eval, progress = runtime.agree((stop, wants_eval, progress), world)
+        stop, wants_eval, progress, now = runtime.agree((stop, wants_eval, progress, clock.charged()), world)
         if stop != GO:
             break
         if wants_eval:
             clock.enter("eval")
-            scores = evaluate(cfg, rt, model, splits, tokenizer, stream)
+            scores = evaluate(cfg, rt, model, splits, tokenizer, stream, signals)
             if rank == 0:
-                log(log_file, {"step": step, "charged_seconds": clock.charged(), "tokens": tokens} | scores)
+                log(eval_file, {"step": step, "charged_seconds": clock.charged(), "tokens": tokens} | scores)
                 tqdm.write(f"step {step} | " + " | ".join(f"{k} {v:.4f}" for k, v in scores.items()))
             next_eval = clock.charged() + cfg.eval.every
             clock.enter("data" if charged_step else "startup")
@@ -296,14 +329,14 @@ def main():
         tokens += step_tokens
         if not charged_step:
             startup_tokens = tokens
-            if step == last_startup:
+            if step == last_startup > first_step + 1:  # the very first one compiles
                 clock.expect((clock.total() - began) / share)
 
         # now and then: look at the loss, write a line, keep a copy of weights that are known to be sound
         if step % cfg.run.log_every == 0 or step == first_step + 1:
             loss = mean_over_ranks(loss, world)
             if not loss <= cfg.train.max_loss:  # NaN too
-                stop, bad_step = BAD_LOSS, step
+                stop = BAD_LOSS
                 break
             charged = clock.charged()
             rate = (tokens - logged_tokens) / (charged - logged_charged) if charged > logged_charged else 0.0
@@ -328,33 +361,42 @@ def main():
                 if bar.disable and clock.total() - printed >= LINE_SECONDS:
                     printed = clock.total()
                     print(line, flush=True)
-            if charged - good["charged"] >= SNAPSHOT_SECONDS:
-                good, candidate = candidate, snapshot(step, tokens, model, optimizer, loader, charged)
+            # by the time all ranks agree on, as they must save the same step; none when the budget is nearly spent
+            if now - taken >= SNAPSHOT_SECONDS and (by_steps or cfg.budget.seconds - now > SNAPSHOT_SECONDS):
+                taken = now
+                good, candidate = candidate, snapshot(step, tokens, model, optimizer, loader)
 
     bar.close()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
 
     # the run is over: the final checkpoint is charged, the scores are not
+    if torch.is_tensor(loss):  # of a step that was not logged
+        loss = mean_over_ranks(loss, world)
+        stop = stop if loss <= cfg.train.max_loss else BAD_LOSS
+    trained, bad_step = tokens - startup_tokens, step
     if stop == BAD_LOSS:
         step, tokens = restore(good, model, optimizer, loader)
         say(f"error: loss {loss:.4g} at step {bad_step}: above train.max_loss = {cfg.train.max_loss} or not a number; "
             f"saved the state of step {step}; lower the learning rates", file=sys.stderr)  # fmt: skip
-    status = {BUDGET: 0, SIGNAL: 128 + (signals or [signal.SIGTERM])[0], BAD_LOSS: 1}[stop]
     clock.enter("checkpoint")
+    unsaved = 0
     try:
         save(f"step_{step:08d}")
     except OSError as error:
-        status = status or 1
+        unsaved = 1
         say(f"error: {error}", file=sys.stderr)
     clock.enter("eval")
     charged = clock.charged()
-    if stop == BUDGET:
-        scores = evaluate(cfg, rt, model, splits, tokenizer, stream)
+    scores = {}
+    if stop == BUDGET and runtime.agree((len(signals),), world) == [0]:
+        scores = evaluate(cfg, rt, model, splits, tokenizer, stream, signals)
+    signalled = int(runtime.agree((signals[0] if signals else 0,), world)[0])
+    status = 1 if stop == BAD_LOSS else 128 + signalled if signalled else unsaved
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     loader.close()
     phases = clock.phases()
     steady = phases["data"] + phases["step"]
-    rate = (tokens - startup_tokens) / steady if steady else 0.0
+    rate = trained / steady if steady else 0.0
     summary = scores | {
         "charged_seconds": charged, "budget_seconds": cfg.budget.seconds, "total_seconds": clock.total(),
         "startup_seconds": phases["startup"], "eval_seconds": phases["eval"], "steps": step, "tokens": tokens,
@@ -362,10 +404,10 @@ def main():
         "parameters": counts["total"], "peak_memory_mb": runtime.peak_memory(rt.device) / 2**20, "run": str(run),
     }  # fmt: skip
     if rank == 0:
-        (run / "summary.json").write_text(json.dumps(summary | {"phases": phases, "status": status}, indent=2))
         print("---")
         for key, value in summary.items():
-            print(f"{key}: {value:.6f}" if isinstance(value, float) else f"{key}: {value}")
+            print(f"{key}: {value:.6f}" if isinstance(value, float) else f"{key}: {value}", flush=True)
+        (run / "summary.json").write_text(json.dumps(summary | {"phases": phases, "status": status}, indent=2))
     if world > 1:
         dist.destroy_process_group()
     return status
@@ -378,3 +420,6 @@ if __name__ == "__main__":
         if runtime.ranks()[0] == 0:
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:  # a full disk, a folder that went away
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)

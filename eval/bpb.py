@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from runtime import agree, control_group
+from runtime import agree, control_group, cut_graph
 
 READ_EVERY = 16  # batches between two looks at the clock, which wait for the device
 
@@ -47,12 +47,12 @@ def nats_and_bytes(model, x, y, token_bytes):
     return torch.where(lengths > 0, losses.view_as(y), 0.0).sum(), lengths.sum(dtype=torch.int64)
 
 
-def total(values):
-    """Sum of a list of 0-dim tensors, in float64 or as integers on the host: waits for the device."""
-    if not values:
-        return 0
-    values = torch.stack(values).cpu()
-    return values.double().sum().item() if values.is_floating_point() else values.sum().item()
+def add(nats, size, pairs):
+    """nats and size, Python numbers, plus a list of what `nats_and_bytes` returns: waits for the device."""
+    if not pairs:
+        return nats, size
+    more, sizes = (torch.stack(values).cpu() for values in zip(*pairs, strict=True))
+    return nats + more.double().sum().item(), size + sizes.sum().item()
 
 
 def over_ranks(nats, size, world):
@@ -97,20 +97,19 @@ def val_bpb(
     visible = tokens[: rows_total * seq_len + 1]
     began, was_training = clock(), model.training
     model.eval()
-    nats, sizes, rows = [], [], 0
+    nats, size, pending, rows = 0.0, 0, [], 0
     while rows < rows_total:
-        if rows and rows // (batch_rows * world) % READ_EVERY == 0:
-            nats, sizes = [torch.tensor(total(nats), dtype=torch.float64)], [torch.tensor(total(sizes))]
+        if len(pending) == READ_EVERY:
+            nats, size, pending = *add(nats, size, pending), []
             if agree((clock() - began > max_seconds,), world)[0]:
                 break
         x, y = stream_batch(visible, seq_len, rows + rank * batch_rows, batch_rows)
-        n, b = nats_and_bytes(model, x.to(device), y.to(device), token_bytes)
-        nats.append(n.double() if n.device.type == "cpu" else n)
-        sizes.append(b)
+        pending.append(nats_and_bytes(model, x.to(device), y.to(device), token_bytes))
+        cut_graph(device)
         rows += batch_rows * world
     model.train(was_training)
     rows = min(rows, rows_total)
-    nats, size = over_ranks(total(nats), total(sizes), world)
+    nats, size = over_ranks(*add(nats, size, pending), world)
     return {
         "bpb": bits_per_byte(nats, size),
         "nats": nats,
@@ -124,17 +123,26 @@ def val_bpb(
 
 
 @torch.no_grad()
-def evaluate_bpb(model, batches, steps, token_bytes, world=1):
-    """Bits per byte of the first `steps` of `batches`, pairs (x, y) on the model's device, summed over the ranks.
+def evaluate_bpb(model, batches, steps, token_bytes, world=1, max_seconds=math.inf, clock=time.monotonic):
+    """Bits per byte of the first `steps` of `batches`, pairs (x, y) on the model's device, summed over the ranks;
+    of fewer where max_seconds are over (checked every few batches).
 
     The definition of nanochat's function of this name: the same number on the same batches.
     """
-    was_training = model.training
+    began, was_training = clock(), model.training
     model.eval()
     batches = iter(batches)
-    pairs = [nats_and_bytes(model, *next(batches), token_bytes) for _ in range(steps)]
+    nats, size, pending = 0.0, 0, []
+    for _ in range(steps):
+        if len(pending) == READ_EVERY:
+            nats, size, pending = *add(nats, size, pending), []
+            if agree((clock() - began > max_seconds,), world)[0]:
+                break
+        x, y = next(batches)
+        pending.append(nats_and_bytes(model, x, y, token_bytes))
+        cut_graph(x.device)
     model.train(was_training)
-    return bits_per_byte(*over_ranks(total([n for n, _ in pairs]), total([b for _, b in pairs]), world))
+    return bits_per_byte(*over_ranks(*add(nats, size, pending), world))
 
 
 def packed_rows(split, seq_len, bos_id, rows, buffer_size=1000, refill=128):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from eval.bpb import stream_batch
-from runtime import control_group
+from runtime import control_group, cut_graph
 
 ICL_VERSION = 1
 GAIN_ROWS = 256  # validation rows for the loss by position, or all there are
@@ -41,17 +41,21 @@ def share_rows(f, rows, batch_rows, rank, world):
     """
     per_round = batch_rows * world
     out = torch.zeros(-(-rows // per_round) * per_round, dtype=torch.float64)
-    done = [(first, f(first)) for first in range(rank * batch_rows, len(out), per_round)]
+    done = []
+    for first in range(rank * batch_rows, len(out), per_round):
+        done.append((first, f(first)))
+        cut_graph(done[-1][1].device)
     for first, values in done:  # only now is the device waited for
-        out[first : first + batch_rows] = values.double().cpu()
+        out[first : first + batch_rows] = values.cpu().double()
     if world > 1:
         dist.all_reduce(out, group=control_group())
     return out[:rows]
 
 
-def mean_and_error(values):
-    """Mean and its standard error."""
-    return values.mean().item(), (values.std() / math.sqrt(len(values))).item() if len(values) > 1 else math.nan
+def mean_and_error(values, name):
+    """{name: mean, with "_se" its standard error}; nothing where there is no such number."""
+    found = {name: values.mean().item(), f"{name}_se": (values.std() / math.sqrt(len(values))).item()}
+    return {key: x for key, x in found.items() if math.isfinite(x)}
 
 
 @torch.no_grad()
@@ -86,9 +90,8 @@ def icl_scores(model, tokens, seq_len, vocab_size, bos_id, batch_rows, rank=0, w
     rows = min(GAIN_ROWS, (len(tokens) - 1) // T)
     scores = {}
     if rows:
-        scores["icl_gain"], scores["icl_gain_se"] = mean_and_error(share_rows(gain, rows, batch_rows, rank, world))
-    accuracy = share_rows(repeat, REPEAT_ROWS, batch_rows, rank, world)
-    scores["icl_repeat_accuracy"], scores["icl_repeat_se"] = mean_and_error(accuracy)
+        scores |= mean_and_error(share_rows(gain, rows, batch_rows, rank, world), "icl_gain")
+    scores |= mean_and_error(share_rows(repeat, REPEAT_ROWS, batch_rows, rank, world), "icl_repeat_accuracy")
     scores["icl_repeat_chance"] = 1 / (vocab_size - 1)
     scores["icl_version"] = ICL_VERSION
     model.train(was_training)

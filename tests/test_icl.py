@@ -45,7 +45,7 @@ class Constant(nn.Module):
 
 def test_a_copying_model_repeats_everything():
     score = icl_scores(Oracle(), TOKENS, 64, VOCAB, BOS, 4)
-    assert score["icl_repeat_accuracy"] == 1 and score["icl_repeat_se"] == 0
+    assert score["icl_repeat_accuracy"] == 1 and score["icl_repeat_accuracy_se"] == 0
     assert icl_scores(Constant(), TOKENS, 64, VOCAB, BOS, 4)["icl_repeat_accuracy"] < 0.1
 
 

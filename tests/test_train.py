@@ -154,6 +154,63 @@ def test_signal_ends_it_with_a_checkpoint(tmp_path, cache, number, status):
     assert (run / "checkpoints" / f"step_{steps:08d}" / "state.json").exists()
 
 
+def resume(run, *settings, expect):
+    """Continue it. Returns (standard output, standard error)."""
+    python = [sys.executable, "train.py", "--resume", str(run)]
+    done = subprocess.run([*python, "--set", "run.log_every=1", *settings], cwd=ROOT, env=ENVIRONMENT,
+                          capture_output=True, text=True, timeout=240)  # fmt: skip
+    assert done.returncode == expect, done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+def test_a_stop_that_arrives_twice_is_one_stop(tmp_path, cache):
+    """A process group's signal also comes from the parent that hands it on: make, torchrun."""
+    run = tmp_path / "run"
+    process = subprocess.Popen(command(run, cache, "budget.steps=100000"), cwd=ROOT, env=ENVIRONMENT,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
+    wait_for_steps(run, process, 4)
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+        process.send_signal(number)
+        time.sleep(0.01)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode in (130, 143), out + err
+    assert len(list((run / "checkpoints").glob("step_*"))) == 1
+    assert "val_bpb" not in block(out)  # it was not scored
+
+
+def test_a_finished_budget_gives_no_more_steps(tmp_path, cache):
+    run = tmp_path / "run"
+    out, _ = train(run, cache, "budget.steps=0", "budget.seconds=1.5", "eval.icl=false", "eval.packed=false")
+    first = block(out)
+    out, _ = resume(run, expect=0)
+    again = block(out)
+    assert again["steps"] == first["steps"] and again["tokens"] == first["tokens"]
+    assert float(again["charged_seconds"]) <= 1.5 + 0.5  # the same checkpoint once more is all that it pays
+
+
+def test_what_can_not_be_resumed_is_one_line(tmp_path, cache):
+    run = tmp_path / "run"
+    train(run, cache, "eval.icl=false", "eval.packed=false", "budget.steps=4")
+    _, err = resume(run, "model.depth=3", expect=2)
+    assert "step_00000004" in one_error(err)
+    _, err = resume(run, "data.vocab_size=400", expect=2)
+    assert "tokenizer" in one_error(err)
+    weights = run / "checkpoints" / "step_00000004" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    _, err = resume(run, expect=2)
+    assert "step_00000004" in one_error(err)
+
+
+def test_scores_are_shown_although_the_summary_can_not_be_written(tmp_path, cache):
+    run = tmp_path / "run"
+    train(run, cache, "eval.icl=false", "eval.packed=false", "budget.steps=4")
+    (run / "summary.json").unlink()
+    (run / "summary.json").mkdir()
+    out, err = resume(run, "budget.steps=5", expect=1)
+    assert "summary.json" in one_error(err)
+    assert math.isfinite(float(block(out)["val_bpb"]))
+
+
 @pytest.mark.parametrize("seconds", [1.0, 4.0])
 def test_budget_is_kept(tmp_path, cache, seconds):
     out, _ = train(tmp_path / "run", cache, "budget.steps=0", f"budget.seconds={seconds}", "eval.icl=false",
@@ -179,6 +236,14 @@ def test_a_bad_loss_stops_and_saves_the_last_good_state(tmp_path, cache):
     assert (run / "checkpoints" / "step_00000012").exists()
 
 
+def test_a_loss_that_explodes_after_the_last_look_is_noticed(tmp_path, cache):
+    run = tmp_path / "run"
+    out, err = train(run, cache, "optim.embed_lr=10", "optim.head_lr=10", "train.warmup_steps=0", "train.max_loss=6.5",
+                     "run.log_every=1000", expect=1)  # fmt: skip
+    assert "step 12" in one_error(err)
+    assert int(block(out)["steps"]) < 12 and "val_bpb" not in block(out)
+
+
 def test_bad_input_is_one_line_and_status_2(tmp_path, cache):
     run = tmp_path / "run"
     for settings, named in [
@@ -190,6 +255,7 @@ def test_bad_input_is_one_line_and_status_2(tmp_path, cache):
     ]:
         _, err = train(run, cache, *settings, expect=2)
         assert named in one_error(err), (settings, err)
+        assert not run.exists()  # the corrected command must not find it in its way
 
 
 def test_a_run_folder_is_never_overwritten_unasked(tmp_path, cache):
