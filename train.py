@@ -292,6 +292,7 @@ def main():
             logged_tokens, logged_charged = tokens, clock.charged()
         if step == last_startup and not by_steps:  # start-up ends: learn, before the clock runs, what saving costs
             reserve = measure_save(run, save, rank)
+            say(f"start-up took {clock.total():.1f} s; {reserve:.2f} s of the budget are kept for the last checkpoint")
 
         # does another step fit? every rank has its own clock, and all must do the same
         clock.enter("data" if charged_step else "startup")
