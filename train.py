@@ -218,7 +218,7 @@ def main():
     forward = torch.compile(model, backend=rt.backend, dynamic=False) if rt.backend else model
     optimizer = MuonAdamW(model, cfg.optim, rank, world, rt.dtype, rt.backend)
 
-    step, tokens, startup_tokens, earlier, reserve = 0, 0, 0, 0.0, 0.0
+    step, tokens, startup_tokens, earlier, reserve, expected = 0, 0, 0, 0.0, 0.0, 0.0
     if resume:
         try:
             weights, optim_state, state = checkpoint.load(resume)
@@ -229,7 +229,8 @@ def main():
             model.load_state_dict(weights, strict=True)
             optimizer.load_state_dict(optim_state)
             loader.restore(state["loader"])
-            step, tokens, earlier, reserve = (state[k] for k in ("step", "tokens", "charged", "reserve"))
+            step, tokens, earlier = state["step"], state["tokens"], state["charged"]
+            reserve, expected = state["reserve"], state["next_step"]
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             reason = " ".join(str(error).split())[:300]
             raise ConfigError(
@@ -239,6 +240,8 @@ def main():
     # free are the allowance and what came before: imports, downloads, the tokenizer
     allowance = cfg.budget.startup_allowance + time.monotonic() - STARTED
     clock = BudgetClock(cfg.budget.seconds, allowance, started=STARTED, earlier=earlier)
+    if resume:
+        clock.expect(expected)  # a run whose budget did not allow another step gets no free ones
     first_step, last_startup = step, step + cfg.budget.startup_steps
 
     peak = runtime.peak_flops(rt.device, rt.dtype)
@@ -257,7 +260,7 @@ def main():
         state = {
             "step": step, "tokens": tokens, "tokenizer": tokenizer.checksum, "config": config_to_toml(cfg),
             "loader": loader.state(), "charged": clock.charged() + reserve, "reserve": reserve,
-            "git_commit": environment["git_commit"],
+            "next_step": clock.next_step(), "git_commit": environment["git_commit"],
         }  # fmt: skip
         optim_state = optimizer.state_dict()  # collective: every rank takes part
         if rank == 0:
@@ -393,7 +396,7 @@ def main():
     signalled = int(runtime.agree((signals[0] if signals else 0,), world)[0])
     status = 1 if stop == BAD_LOSS else 128 + signalled if signalled else unsaved
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_IGN if signalled else signal.SIG_DFL)
     loader.close()
     phases = clock.phases()
     steady = phases["data"] + phases["step"]
