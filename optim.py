@@ -31,17 +31,18 @@ POLAR_EXPRESS = (
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
-# parameter: (learning-rate key, decay key, beta1, beta2, eps, scales with width); betas as in nanochat's recipe.
-# eps of the scalars: they enter where projections are still 0, so their first gradients are rounding noise, which a
-# tiny eps would turn into whole steps, different on every machine.
+# parameter: (learning-rate key, decay key, beta1, beta2, scales with width); betas as in nanochat's recipe
 ADAMW = {
-    "embed": ("embed_lr", "embed_decay", 0.8, 0.995, 1e-10, True),
-    "head": ("head_lr", "head_decay", 0.8, 0.96, 1e-10, True),
-    "value_embed": ("value_lr", "value_decay", 0.8, 0.995, 1e-10, True),
+    "embed": ("embed_lr", "embed_decay", 0.8, 0.995, True),
+    "head": ("head_lr", "head_decay", 0.8, 0.96, True),
+    "value_embed": ("value_lr", "value_decay", 0.8, 0.995, True),
 }
-ADAMW_OTHER = ("scalar_lr", None, 0.8, 0.95, 1e-5, False)
+ADAMW_OTHER = ("scalar_lr", None, 0.8, 0.95, False)
 MUON = ("query", "key", "value", "out", "up", "down")
 EPS = 1e-10
+# Scalars enter where projections are still 0, so their first gradients are rounding noise, which a tiny eps would
+# turn into whole steps, different on every machine.
+SCALAR_EPS = 1e-5
 
 
 def orthogonalize(x, dtype):
@@ -196,7 +197,8 @@ class MuonAdamW:
 
     @staticmethod
     def _adamw_constants(cfg, name, width):
-        lr, decay, beta1, beta2, eps, by_width = ADAMW.get(name, ADAMW_OTHER)
+        lr, decay, beta1, beta2, by_width = ADAMW.get(name, ADAMW_OTHER)
+        eps = EPS if name in ADAMW else SCALAR_EPS
         lr = getattr(cfg, lr) * (width if by_width else 1.0)
         return {"lr": lr, "decay": getattr(cfg, decay) if decay else 0.0, "beta1": beta1, "beta2": beta2, "eps": eps}
 
