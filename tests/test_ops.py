@@ -240,11 +240,12 @@ def test_relu2_mlp(shape, hidden):
         return torch.einsum("...f,cf->...c", torch.where(inner > 0, inner * inner, 0 * inner), down)
 
     double = [t.double() for t in (x, up, down)]
-    assert_close(ops.relu2_mlp(x, up, down), reference(*double), rtol=1e-4, atol=1e-4)
+    expected = reference(*double)  # sums of large terms that may cancel: errors go with the largest
+    assert_close(ops.relu2_mlp(x, up, down), expected, rtol=1e-4, atol=3e-6 * float(expected.abs().max()) + 1e-6)
     weight = torch.randn(shape)
     found, expected = gradients(ops.relu2_mlp, [x, up, down], weight), gradients(reference, double, weight)
     for a, b in zip(found, expected, strict=True):
-        assert_close(a, b, rtol=1e-4, atol=1e-3)
+        assert_close(a, b, rtol=1e-4, atol=3e-6 * float(b.abs().max()) + 1e-6)
 
 
 def test_softcap():
