@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -37,10 +38,8 @@ def save(folder: Path, model_state, optim_state, state):
         shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(building, ignore_errors=True)
-        try:
+        with suppress(OSError):  # `newest` finds it under the other name too
             put_back(folder, old)
-        except OSError:
-            pass  # `newest` finds it under the other name too
         raise OSError(f"could not write checkpoint {folder}: {error}") from error
 
 

@@ -39,7 +39,7 @@ class BudgetConfig:
     seconds: float = 300.0  # charged training seconds, the final checkpoint included
     steps: int = 0  # if above 0: stop after so many steps instead, for comparisons
     startup_steps: int = 5  # first steps, not charged: graphs compile here
-    startup_allowance: float = 900.0  # start-up seconds beyond this are charged
+    startup_allowance: float = 900.0  # start-up seconds beyond this, counted once the data is ready, are charged
 
 
 @dataclass

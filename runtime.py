@@ -137,7 +137,7 @@ def synchronize(device):
 
 def cut_graph(device):
     """On XLA, run what was traced so far, else it piles up in one graph; elsewhere nothing. Waits for nothing."""
-    if device == "xla" or getattr(device, "type", "") == "xla":
+    if torch.device(device).type == "xla":
         import torch_xla
 
         torch_xla.sync()

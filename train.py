@@ -124,7 +124,7 @@ def mean_over_ranks(loss, world):
 def evaluate(cfg, rt, model, splits, tokenizer, stream, signals):
     """All scores of the model as {name: number}. Every rank takes part and gets the same. Ends early on a signal."""
     token_bytes = torch.from_numpy(tokenizer.token_bytes).to(rt.device)
-    limit = {"max_seconds": cfg.eval.max_seconds, "clock": lambda: math.inf if signals else time.monotonic()}
+    limit = {"max_seconds": cfg.eval.max_seconds, "stop": lambda: bool(signals)}
     where = {"rank": rt.rank, "world": rt.world, "device": rt.device}
     score = val_bpb(
         model, stream, cfg.model.seq_len, tokenizer.token_bytes, cfg.eval.batch_rows,

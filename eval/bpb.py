@@ -82,11 +82,13 @@ def val_bpb(
     max_tokens=0,
     max_seconds=math.inf,
     clock=time.monotonic,
+    stop=lambda: False,
 ):
     """Bits per byte of a stream of tokens, every byte once; the same on any number of ranks.
 
     tokens: (N,) integers, documents joined with BOS; token_bytes: (V,) bytes of each token, 0 for specials;
-    max_tokens > 0: only the rows that cover so many targets; max_seconds: stop then (checked every few batches).
+    max_tokens > 0: only the rows that cover so many targets; max_seconds: end then, or when stop() is true on some
+    rank (both checked every few batches).
     Every forward pass has the shape (batch_rows, seq_len), on every rank the same number of them.
     Returns a dict: bpb, nats, bytes, tokens (targets seen), rows, rows_total, complete, seconds.
     """
@@ -101,7 +103,7 @@ def val_bpb(
     while rows < rows_total:
         if len(pending) == READ_EVERY:
             nats, size, pending = *add(nats, size, pending), []
-            if agree((clock() - began > max_seconds,), world)[0]:
+            if agree((stop() or clock() - began > max_seconds,), world)[0]:
                 break
         x, y = stream_batch(visible, seq_len, rows + rank * batch_rows, batch_rows)
         pending.append(nats_and_bytes(model, x.to(device), y.to(device), token_bytes))
@@ -123,20 +125,20 @@ def val_bpb(
 
 
 @torch.no_grad()
-def evaluate_bpb(model, batches, steps, token_bytes, world=1, max_seconds=math.inf, clock=time.monotonic):
+def evaluate_bpb(model, batches, steps, token_bytes, world=1, max_seconds=math.inf, stop=lambda: False):
     """Bits per byte of the first `steps` of `batches`, pairs (x, y) on the model's device, summed over the ranks;
-    of fewer where max_seconds are over (checked every few batches).
+    of fewer where max_seconds are over or stop() says so (checked every few batches).
 
     The definition of nanochat's function of this name: the same number on the same batches.
     """
-    began, was_training = clock(), model.training
+    began, was_training = time.monotonic(), model.training
     model.eval()
     batches = iter(batches)
     nats, size, pending = 0.0, 0, []
     for _ in range(steps):
         if len(pending) == READ_EVERY:
             nats, size, pending = *add(nats, size, pending), []
-            if agree((clock() - began > max_seconds,), world)[0]:
+            if agree((stop() or time.monotonic() - began > max_seconds,), world)[0]:
                 break
         x, y = next(batches)
         pending.append(nats_and_bytes(model, x, y, token_bytes))

@@ -9,7 +9,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import nn
 
-from eval.bpb import evaluate_bpb, packed_rows, packed_val_batches, stream_batch, val_bpb
+from eval.bpb import READ_EVERY, evaluate_bpb, packed_rows, packed_val_batches, stream_batch, val_bpb
 
 VOCAB, BOS = 37, 36
 
@@ -95,6 +95,23 @@ def test_time_cap_scores_what_was_done():
     got = val_bpb(model, tokens, 16, lengths, 2, max_seconds=10, clock=lambda: next(ticks))
     assert not got["complete"] and 0 < got["rows"] < got["rows_total"]
     assert got["bpb"] == pytest.approx(expected(model, tokens[: got["tokens"] + 1], lengths)[0], rel=1e-6)
+
+
+def test_a_stop_that_was_asked_for_before_ends_it_at_the_first_look():
+    batches = READ_EVERY * 3
+    tokens, lengths = np.arange(batches * 2 * 16 + 1) % 7, np.ones(7, dtype=np.int64)
+    seen = []
+
+    class Counting(torch.nn.Module):
+        def forward(self, x, y, reduction):
+            seen.append(x)
+            return torch.ones(y.shape)
+
+    score = val_bpb(Counting(), tokens, 16, lengths, 2, stop=lambda: True)
+    assert len(seen) == READ_EVERY and not score["complete"]
+    pairs = [(x, x) for x in seen] * 3
+    evaluate_bpb(Counting(), pairs, len(pairs), torch.from_numpy(lengths), stop=lambda: True)
+    assert len(seen) == 2 * READ_EVERY
 
 
 def test_no_bytes_is_infinite():
